@@ -1,0 +1,88 @@
+"""The compiled core. Pointers and stream handles are plain ints, sizes and offsets are bytes; nothing here knows torch."""
+
+from collections.abc import Sequence
+
+ABI: int
+
+def build_info() -> dict[str, object]:
+    """version, cuda (bool), cuda_version (str or None), cuda_targets (list of "sm_90"), compiler, built_with_nvcc."""
+
+def cuda_device_count() -> int:
+    """Devices that this build can drive; 0 without a driver or in a build without CUDA. Never raises."""
+
+def cuda_driver_version() -> str | None: ...
+
+class Communicator:
+    """See csrc/communicator.h. All methods release the GIL. Errors: ValueError for arguments, RuntimeError else."""
+
+    def __init__(
+        self,
+        backend: str,
+        devices: Sequence[int],
+        *,
+        timeout_ms: int = ...,
+        nchannels: int = ...,
+        slots: int = ...,
+        slot_bytes: int = ...,
+        stage_slot_bytes: int = ...,
+    ) -> None: ...
+    @property
+    def nranks(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def closed(self) -> bool: ...
+    def broadcast(
+        self,
+        root: int,
+        sources: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        destinations: Sequence[int],
+        streams: Sequence[int],
+        algorithm: str = "auto",
+    ) -> None: ...
+    def reduce_add(
+        self,
+        root: int,
+        sources: Sequence[Sequence[int]],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        destination: int,
+        dtype: str,
+        streams: Sequence[int],
+        algorithm: str = "auto",
+    ) -> None: ...
+    def all_reduce(
+        self,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        count: int,
+        dtype: str,
+        streams: Sequence[int],
+        algorithm: str = "auto",
+    ) -> None: ...
+    def scatter(
+        self,
+        root: int,
+        source: int,
+        rows: int,
+        pitch: int,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        destinations: Sequence[int],
+        streams: Sequence[int],
+    ) -> None: ...
+    def gather(
+        self,
+        root: int,
+        sources: Sequence[int],
+        rows: int,
+        pitch: int,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        destination: int,
+        streams: Sequence[int],
+    ) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
