@@ -4,8 +4,14 @@
 // have finished before any move of step s + 1 starts (the backend orders steps with events). Nothing spins.
 //
 // Where a kernel may not touch another rank's user memory (GPUs), data cross through stages: memory of ours, one
-// region a rank, cut into kStageSlots slots so that the steps of consecutive windows overlap. Where it may (virtual
-// devices), `direct` plans go straight from input to output.
+// region a rank. A staged move touches inputs and outputs of its executor only. Where it may (virtual devices),
+// `direct` plans go straight from input to output, in one step.
+//
+// Staged plans cut the payload into windows of one slot. Phase p of window w runs in step w + p, so that the phases of
+// consecutive windows overlap. A stage has kStageSlots slots. What phase 0 puts into stages (packed or pushed) lies in
+// slot w % kStageSlots; sums, which phase 1 makes of it, lie in slot (w + 3) % kStageSlots. In step s the slots in use
+// are s (being packed), s - 1 = s + 3 (being summed), s + 2 (sums being stored) and s + 1 (sums being unpacked): four
+// different ones, and each was last read in an earlier step.
 #pragma once
 #include <span>
 #include <vector>
@@ -14,7 +20,7 @@
 
 namespace pyparallel {
 
-constexpr u32 kStageSlots = 4;  // more than the three phases of any staged plan, so a window never meets its slot in use
+constexpr u32 kStageSlots = 4;
 
 enum class Memory : u8 { kInput, kOutput, kStage };
 
@@ -51,10 +57,14 @@ struct Segment {
 // What stages exist: `direct` means none are needed.
 struct Staging {
   bool direct;
-  u64 slot_bytes;  // per rank and slot; a multiple of 128
+  u64 slot_bytes;  // per rank and slot; a multiple of 128, unused when direct
 };
 
-// Root's segments to every other rank's flat output at the segments' offsets. Segments ascend and do not overlap.
+// The bytes of a rank's stage, which a place with Memory::kStage is an offset into.
+constexpr u64 stage_bytes(Staging staging) { return staging.direct ? 0 : kStageSlots * staging.slot_bytes; }
+
+// Root's segments to every other rank's flat output at the segments' offsets. Segments ascend and do not overlap; bytes
+// of the outputs between segments are not touched.
 EventPlan plan_broadcast(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging);
 
 // Sums the ranks' segments in rank order into root's flat output. Bit r of present[k]: rank r has segment k;

@@ -1,0 +1,69 @@
+// What all event plans are built with: adding moves, and walking segments, runs and windows.
+#pragma once
+#include <algorithm>
+
+#include "event_plan.h"
+#include "range.h"
+
+namespace pyparallel {
+
+class PlanBuilder {
+ public:
+  // Each adds one move, or none where there is nothing to move.
+  void copy(u32 step, u32 executor, Place source, std::span<const Place> destinations, u64 bytes);
+  void copy_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination, u64 destination_pitch,
+                 u64 rows, u64 row_bytes);
+  // A sum of one source is a copy.
+  void sum(u32 step, u32 executor, std::span<const Place> sources, std::span<const Place> destinations, u64 bytes);
+
+  // The plan, ordered by step.
+  EventPlan finish();
+
+ private:
+  void add(Move move, std::span<const Place> sources, std::span<const Place> destinations);
+
+  EventPlan plan_;
+};
+
+// Where window w lies in stages.
+struct StageSlots {
+  u64 slot_bytes;
+  Place packed(u32 rank, u64 window, u64 offset) const { return at(rank, window, offset); }
+  Place summed(u32 rank, u64 window, u64 offset) const { return at(rank, window + 3, offset); }
+
+ private:
+  Place at(u32 rank, u64 slot, u64 offset) const {
+    return {rank, Memory::kStage, 0, slot % kStageSlots * slot_bytes + offset};
+  }
+};
+
+// From offset 0 to the end of the last segment.
+inline Range span_of(std::span<const Segment> segments) {
+  return {0, segments.empty() ? 0 : segments.back().offset + segments.back().bytes};
+}
+
+// Calls visit(k, range) for the part of each segment k that lies in `window`, in order.
+template <class Visit>
+void visit_segments(std::span<const Segment> segments, Range window, Visit visit) {
+  const auto ends_before = [&](const Segment& s) { return s.offset + s.bytes <= window.begin; };
+  auto segment = std::partition_point(segments.begin(), segments.end(), ends_before);
+  for (; segment != segments.end() && segment->offset < window.end(); ++segment) {
+    const Range range = intersect({segment->offset, segment->bytes}, window);
+    if (range.bytes > 0) visit(static_cast<u32>(segment - segments.begin()), range);
+  }
+}
+
+// Neighbouring segments that the same ranks have, moved as one.
+struct Run {
+  Range range;
+  u32 present;
+};
+
+// The runs of `window`. Segments at most `gap` bytes apart are joined; with a gap above 0, bytes between segments move
+// too. An empty `present` means that all segments have the same ranks.
+std::vector<Run> find_runs(std::span<const Segment> segments, std::span<const u32> present, Range window, u64 gap);
+
+// Throws Error unless windows and shards can be cut without splitting an element.
+void check_staging(Staging staging, u32 element_bytes);
+
+}  // namespace pyparallel
