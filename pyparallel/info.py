@@ -1,0 +1,85 @@
+"""``python -m pyparallel.info``: everything a bug report needs, one ``name: value`` a line."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+
+import torch
+
+import pyparallel
+from pyparallel import _C
+from pyparallel.devices import resolve_devices
+
+
+def collect() -> Iterator[tuple[str, str]]:
+    """Yields (name, value) pairs; asks the driver, so it may create a CUDA context."""
+    yield "pyparallel", f"{pyparallel.__version__} ({os.path.dirname(pyparallel.__file__)})"
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'no'}"
+    for package in ("numpy", "cupy-cuda12x", "cupy-cuda13x"):
+        yield package, _package_version(package)
+    yield "GIL", "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
+    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    build = _C.build_info()
+    cuda = f"CUDA {build['cuda_version']}" if build["cuda"] else "no CUDA"
+    yield "built with", f"{build['compiler']}, {cuda}"
+    if build["cuda"]:
+        targets = build["cuda_targets"]
+        yield "built for", " ".join(targets) if isinstance(targets, list) else str(targets)
+    yield "driver", f"CUDA {_C.cuda_driver_version()}" if _C.cuda_driver_version() else "none"
+    yield from _devices()
+    for name in sorted(os.environ):
+        if name.startswith(("PYPARALLEL_", "CUDA_")):
+            yield name, os.environ[name]
+    yield from _advice(bool(build["cuda"]))
+
+
+def _package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    count = torch.cuda.device_count()
+    yield "GPUs", f"{count} for torch, {_C.cuda_device_count()} for pyparallel"
+    for index in range(count):
+        gpu = torch.cuda.get_device_properties(index)
+        gib = gpu.total_memory / 2**30
+        yield f"cuda:{index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gib:.1f} GiB"
+    try:
+        devices = resolve_devices(None)
+    except (RuntimeError, ValueError) as error:
+        yield "device_ids=None", f"error: {error}"
+    else:
+        names = [f"{device.kind}:{device.index}" for device in devices]
+        yield "device_ids=None", " ".join(names) or "none (DataParallel passes through)"
+
+
+def _advice(built_with_cuda: bool) -> Iterator[tuple[str, str]]:
+    """What the user should change, where the lines above say so."""
+    if torch.cuda.device_count() > 0 and not built_with_cuda:
+        yield (
+            "note",
+            "torch sees GPUs, but pyparallel was built without CUDA. Put nvcc on PATH and "
+            "rebuild: pip install --force-reinstall --no-deps .",
+        )
+    elif torch.cuda.device_count() > _C.cuda_device_count():
+        yield (
+            "note",
+            "torch sees GPUs that this build cannot drive: compare the CUDA versions",
+        )
+
+
+def main() -> None:
+    """Prints the report."""
+    for name, value in collect():
+        print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    main()
