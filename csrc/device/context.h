@@ -26,6 +26,19 @@ struct ArrayList {
   PP_HD u32 size() const { return count; }
   PP_HD Byte* operator[](u32 k) const { return static_cast<Byte*>(at[k]) + offset; }
 };
+
+// The same list with every pointer moved on by `bytes`. Bodies call it unqualified: a context's own lists bring theirs.
+template <class P, u32 N>
+PP_HD constexpr FixedList<P, N> moved(FixedList<P, N> list, u64 bytes) {
+  for (u32 k = 0; k < N; ++k) list.at[k] += bytes;
+  return list;
+}
+template <class Byte, class Void>
+PP_HD constexpr ArrayList<Byte, Void> moved(ArrayList<Byte, Void> list, u64 bytes) {
+  list.offset += bytes;
+  return list;
+}
+
 using SourceList = ArrayList<const u8, const void>;
 using DestinationList = ArrayList<u8, void>;
 
@@ -82,7 +95,7 @@ concept FlagContext = requires(const C& c, const u64* word, u64* flag, u64 value
 //                                                 rounded once; pointers are multiples of sizeof(T).
 // A destination may equal the source (or a source of a sum) exactly; other overlaps are not allowed.
 // copy_loop() and sum_loop() of loops.h implement both for any context with load() and store(); a context that has a
-// faster way must give the same bits.
+// faster way must give the same bits (NaN payloads aside).
 template <class C>
 concept LoopContext = requires(const C& c, const u8* source, u64 n, FixedList<u8*, 1> one, FixedList<u8*, 2> two,
                                FixedList<const u8*, 2> pair, DestinationList destinations, SourceList sources) {
@@ -95,7 +108,8 @@ concept LoopContext = requires(const C& c, const u8* source, u64 n, FixedList<u8
 
 // What event-ordered bodies need: no flags.
 template <class C>
-concept Context = BlockContext<C> && MemoryContext<C, Pack> && MemoryContext<C, u8> && LoopContext<C>;
+concept Context = BlockContext<C> && MemoryContext<C, Pack> && MemoryContext<C, u8> && MemoryContext<C, u64> &&
+                  LoopContext<C>;
 
 // What flag-ordered bodies need.
 template <class C>

@@ -22,9 +22,7 @@ PP_HD constexpr Prim broadcast_prim_at(const FlagShape& shape, u32 rank, u32 cha
           .read_input = vrank == 0,
           .write_output = vrank != 0,
           .offset = slice.begin,
-          .bytes = slice.bytes,
-          .recv_index = i,
-          .send_index = i};
+          .bytes = slice.bytes};
 }
 
 // Whether the sum ends at n - 1 and still has to go to the root.
@@ -56,9 +54,7 @@ PP_HD constexpr Prim reduce_chain_prim(const FlagShape& shape, u32 rank, u32 cha
           .read_input = true,
           .write_output = next < 0,
           .offset = slice.begin,
-          .bytes = slice.bytes,
-          .recv_index = i,
-          .send_index = i};
+          .bytes = slice.bytes};
 }
 
 PP_HD constexpr Prim reduce_result_prim(const FlagShape& shape, u32 channel, u64 i) {
@@ -68,9 +64,7 @@ PP_HD constexpr Prim reduce_result_prim(const FlagShape& shape, u32 channel, u64
           .read_input = false,
           .write_output = true,
           .offset = slice.begin,
-          .bytes = slice.bytes,
-          .recv_index = i,
-          .send_index = 0};
+          .bytes = slice.bytes};
 }
 
 PP_HD constexpr Prim reduce_prim_at(const FlagShape& shape, u32 rank, u32 channel, u64 i) {

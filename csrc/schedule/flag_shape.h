@@ -23,8 +23,6 @@ struct Prim {
   i32 send_to;    // rank, or -1
   bool read_input, write_output;
   u64 offset, bytes;  // in input and output alike; a ring's shards may be empty, and then flags alone move
-  // Which slice of this operation it is on the connection that it receives from or sends to, from 0.
-  u64 recv_index, send_index;
 };
 
 // A ring needs two slots: all ranks send before they receive, and with one slot each would wait for the credit of the

@@ -25,16 +25,12 @@ PP_HD constexpr Prim ring_prim_at(const FlagShape& shape, u32 rank, u32 channel,
   const u32 shard = (rank + 2 * n - 1 - step) % n;
   const Range range = part_range(piece_range(channel_range(shape, channel), ring_round_bytes(shape), round), n, shard);
   const bool recv = step > 0, send = step < 2 * n - 2;
-  // A round sends and receives 2n - 2 slices; the receive of a step answers the send of the step before.
-  const u64 base = round * (2 * u64{n} - 2);
   return {.recv_from = recv ? static_cast<i32>((rank + n - 1) % n) : -1,
           .send_to = send ? static_cast<i32>((rank + 1) % n) : -1,
           .read_input = step < n,
           .write_output = step >= n - 1,
           .offset = range.begin,
-          .bytes = range.bytes,
-          .recv_index = base + step - 1,
-          .send_index = base + step};
+          .bytes = range.bytes};
 }
 
 }  // namespace pyparallel
