@@ -1,0 +1,221 @@
+// The CUDA backend: memory that all ranks reach, and launches in the order that StreamOrder gives.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string_view>
+
+#include "../../check.h"
+#include "cuda_check.h"
+#include "cuda_info.h"
+#include "device_guard.h"
+#include "kernels.h"
+#include "peer.h"
+#include "stream_order.h"
+
+namespace pyparallel {
+namespace {
+
+// With CUDA_LAUNCH_BLOCKING=1 a launch returns only when its kernel has ended.
+bool launches_block() {
+  const char* set = std::getenv("CUDA_LAUNCH_BLOCKING");
+  return set && *set && std::string_view(set) != "0";
+}
+
+int attribute(cudaDeviceAttr name, int device) {
+  int value = 0;
+  PP_CUDA(cudaDeviceGetAttribute(&value, name, device));
+  return value;
+}
+
+class CudaBackend final : public Backend {
+ public:
+  // Call inside the scope of a DeviceGuard.
+  explicit CudaBackend(const std::vector<int>& rank_devices);
+  ~CudaBackend() override;
+
+  const char* name() const override { return "cuda"; }
+  // A torch tensor may lie where no peer reaches it (expandable segments), so only its own device touches it.
+  bool direct() const override { return false; }
+  // 0 where several devices are launched by one thread and launches block: the first kernel would wait for blocks
+  // that are launched after it. Also 0 where a device cannot launch cooperatively.
+  u32 max_channels() const override { return max_channels_; }
+
+  void* allocate(u32 rank, u64 bytes) override;
+  void release(u32 rank, void* memory) noexcept override;
+  void* allocate_host(u64 bytes) override;
+  void release_host(void* memory) noexcept override;
+  void write(u32 rank, void* to, const void* from, u64 bytes) override;
+
+  void begin(std::span<const StreamHandle> callers) override;
+  void launch(u32 rank, std::span<const Task> tasks) override;
+  void launch_flagged(const FlagArgs& args) override;
+  void barrier() override;
+  void end(std::span<const StreamHandle> callers) override;
+
+  u64 ticket() override;
+  bool finished(u64 ticket) override;
+  bool wait(u64 ticket, u64 timeout_ns) override;
+
+ private:
+  int device_of(u32 rank) const { return order_->device(order_->device_index(rank)); }
+
+  std::unique_ptr<StreamOrder> order_;  // a pointer, so that the destructor can end it while its DeviceGuard lives
+  std::vector<LocalRanks> local_;       // per device
+  bool peer_access_ = false;            // false: the ranks share pinned host memory instead of device memory
+  u32 max_channels_ = 0;
+};
+
+CudaBackend::CudaBackend(const std::vector<int>& rank_devices)
+    : order_(std::make_unique<StreamOrder>(rank_devices)), local_(order_->ndevices()) {
+  for (u32 rank = 0; rank < rank_devices.size(); ++rank) {
+    LocalRanks& local = local_[order_->device_index(rank)];
+    local.ranks[local.count++] = static_cast<u8>(rank);
+  }
+  std::vector<int> devices;
+  u32 channels = ~0u;
+  for (u32 d = 0; d < order_->ndevices(); ++d) {
+    const int device = order_->device(d);
+    devices.push_back(device);
+    set_device(device);
+    load_event_kernels();
+    const u32 blocks = load_flag_kernels() * static_cast<u32>(attribute(cudaDevAttrMultiProcessorCount, device));
+    const bool cooperative = attribute(cudaDevAttrCooperativeLaunch, device) != 0;
+    channels = std::min(channels, cooperative ? blocks / local_[d].count : 0);
+  }
+  max_channels_ = order_->ndevices() > 1 && launches_block() ? 0 : channels;
+  peer_access_ = peer_access(devices);
+}
+
+CudaBackend::~CudaBackend() {
+  try {
+    const DeviceGuard guard;
+    order_.reset();
+  } catch (const Error&) {
+    // The driver is gone at process exit, and the events with it.
+    order_.release();
+  }
+}
+
+void* CudaBackend::allocate(u32 rank, u64 bytes) {
+  if (!peer_access_) return allocate_host(bytes);
+  const DeviceGuard guard;
+  const int device = device_of(rank);
+  set_device(device);
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, bytes);
+  if (error == cudaErrorMemoryAllocation) cudaGetLastError();
+  PP_CHECK(error != cudaErrorMemoryAllocation, "CUDA out of memory: cuda:", device, " has no ", bytes,
+           " bytes left for pyparallel's transfer buffers.");
+  PP_CUDA(error);
+  PP_CUDA(cudaMemsetAsync(memory, 0, bytes, setup_stream(device)));
+  PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
+  return memory;
+}
+
+// Errors are ignored, because at process exit the runtime may be gone, and all memory with it.
+void CudaBackend::release(u32 rank, void* memory) noexcept {
+  if (!peer_access_) return release_host(memory);
+  try {
+    const DeviceGuard guard;
+    set_device(device_of(rank));
+    cudaFree(memory);
+    cudaGetLastError();
+  } catch (const Error&) {
+  }
+}
+
+void* CudaBackend::allocate_host(u64 bytes) {
+  const DeviceGuard guard;
+  set_device(order_->device(0));
+  void* memory = nullptr;
+  PP_CUDA(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped));
+  std::memset(memory, 0, bytes);
+  return memory;
+}
+
+void CudaBackend::release_host(void* memory) noexcept {
+  try {
+    const DeviceGuard guard;
+    set_device(order_->device(0));
+    cudaFreeHost(memory);
+    cudaGetLastError();
+  } catch (const Error&) {
+  }
+}
+
+void CudaBackend::write(u32 rank, void* to, const void* from, u64 bytes) {
+  if (!peer_access_) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  const DeviceGuard guard;
+  const int device = device_of(rank);
+  set_device(device);
+  PP_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, setup_stream(device)));
+  PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
+}
+
+void CudaBackend::begin(std::span<const StreamHandle> callers) {
+  const DeviceGuard guard;
+  order_->begin(callers);
+}
+
+void CudaBackend::launch(u32 rank, std::span<const Task> tasks) {
+  const DeviceGuard guard;
+  set_device(device_of(rank));
+  launch_tasks(tasks, order_->stream(order_->device_index(rank)));
+}
+
+// Nothing but launches in the loop: a device that is launched late keeps the others spinning.
+void CudaBackend::launch_flagged(const FlagArgs& args) {
+  PP_CHECK(args.shape.nchannels <= max_channels_, "A flag-ordered launch of ", args.shape.nchannels,
+           " channels needs blocks that run at the same time, but only ", max_channels_, " channels fit.");
+  const DeviceGuard guard;
+  for (u32 d = 0; d < order_->ndevices(); ++d) {
+    set_device(order_->device(d));
+    launch_flag_kernel(args, local_[d], order_->stream(d));
+  }
+}
+
+void CudaBackend::barrier() {
+  const DeviceGuard guard;
+  order_->barrier();
+}
+
+void CudaBackend::end(std::span<const StreamHandle> callers) {
+  const DeviceGuard guard;
+  order_->end(callers);
+}
+
+u64 CudaBackend::ticket() {
+  const DeviceGuard guard;
+  return order_->ticket();
+}
+
+bool CudaBackend::finished(u64 ticket) {
+  const DeviceGuard guard;
+  return order_->finished(ticket);
+}
+
+bool CudaBackend::wait(u64 ticket, u64 timeout_ns) {
+  const DeviceGuard guard;
+  return order_->wait(ticket, timeout_ns);
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_cuda_backend(std::vector<int> devices) {
+  PP_CHECK_ARG(!devices.empty() && devices.size() <= kMaxRanks, "A communicator has 1 to ", kMaxRanks, " ranks, not ",
+               devices.size(), ".");
+  int count = 0;
+  PP_CUDA(cudaGetDeviceCount(&count));
+  for (const int device : devices) {
+    PP_CHECK_ARG(device >= 0 && device < count, "Device cuda:", device, " does not exist; this machine has ", count,
+                 " CUDA devices.");
+  }
+  const DeviceGuard guard;
+  return std::make_unique<CudaBackend>(devices);
+}
+
+}  // namespace pyparallel
