@@ -53,7 +53,7 @@ def print_summary(info_file: Path, folders: list[Path]) -> None:
     info = json.loads(info_file.read_text())
     cuda = f"no ({info['cuda_reason']})"
     if info["cuda"]:
-        cuda = f"{info['cuda_version']} for {info['cuda_targets'].replace(',', ' ')}"
+        cuda = f"{info['cuda_version']} for {info['cuda_targets']}"
     print(f"pyparallel {info['version']} was built:")
     print(f"  CUDA:     {cuda}")
     print(f"  compiler: {info['compiler']}")

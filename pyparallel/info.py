@@ -27,8 +27,7 @@ def collect() -> Iterator[tuple[str, str]]:
     cuda = f"CUDA {build['cuda_version']}" if build["cuda"] else "no CUDA"
     yield "built with", f"{build['compiler']}, {cuda}"
     if build["cuda"]:
-        targets = build["cuda_targets"]
-        yield "built for", " ".join(targets) if isinstance(targets, list) else str(targets)
+        yield "built for", build["cuda_targets"]
     yield "driver", f"CUDA {_C.cuda_driver_version()}" if _C.cuda_driver_version() else "none"
     yield from _devices()
     for name in sorted(os.environ):

@@ -78,7 +78,7 @@ def test_summary_says_whether_cuda_was_built(setup_script, tmp_path, capsys, cud
     info = tmp_path / "_build_info.json"
     info.write_text(
         f'{{"version": "1.2.3", "python": "cp", "compiler": "GNU 12", "cuda": {cuda},'
-        ' "cuda_version": "13.0", "cuda_targets": "sm_80,sm_90"}'
+        ' "cuda_version": "13.0", "cuda_targets": "sm_80 sm_90"}'
     )
     setup_script.print_summary(info, [tmp_path])
     lines = [text.strip() for text in capsys.readouterr().out.splitlines()]
