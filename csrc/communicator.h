@@ -1,13 +1,15 @@
 // Communicator: checks arguments of all ranks, picks the algorithm, runs its schedule on a backend, reports failures.
 #pragma once
+#include <atomic>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "algorithm.h"
 #include "backend/backend.h"
-#include "schedule/event_plan.h"
+#include "connection_set.h"
+#include "plan_runner.h"
 
 namespace pyparallel {
 
@@ -19,21 +21,30 @@ struct CommunicatorOptions {
   u64 stage_slot_bytes = 8 << 20;
 };
 
-class ConnectionSet;  // connections, abort word and failure record; replaced as a whole after a timeout
+// Throws ArgumentError for a number of ranks or options that no communicator can have.
+void check_communicator(u32 nranks, const CommunicatorOptions& options);
 
 // Algorithms by name: "auto"; event-ordered "push" (broadcast), "owner" (reduce_add), "two_shot" (all_reduce);
 // flag-ordered "chain" (broadcast, reduce_add), "ring" (all_reduce). Scatter and gather have one, "direct".
+//
+// May be used from several threads; one call runs at a time in the whole process, because two threads that launched on
+// the same devices in different orders could wait for each other for ever. All arguments of all ranks are checked
+// before the first launch (ArgumentError). When a wait inside a flag-ordered operation expires, Error is raised by the
+// call itself if the backend has finished its work by then, else by the next call or by synchronize(); after that
+// the communicator works again. `streams` holds one handle a rank.
 class Communicator {
  public:
   Communicator(std::unique_ptr<Backend> backend, u32 nranks, CommunicatorOptions options);
   ~Communicator();  // close()
 
-  u32 nranks() const;
-  const char* backend_name() const;
+  u32 nranks() const { return nranks_; }
+  const char* backend_name() const { return backend_->name(); }
+  bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
   // destinations[r] is rank r's flat buffer (ignored for root); sources[k] and segments[k] describe the root's tensors.
   void broadcast(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
-                 std::span<void* const> destinations, std::span<const StreamHandle> streams, std::string_view algorithm);
+                 std::span<void* const> destinations, std::span<const StreamHandle> streams,
+                 std::string_view algorithm);
   // sources[r * segments.size() + k]; null: rank r has no such tensor and takes no part in its sum.
   void reduce_add(u32 root, std::span<const void* const> sources, std::span<const Segment> segments, void* destination,
                   DType dtype, std::span<const StreamHandle> streams, std::string_view algorithm);
@@ -50,6 +61,34 @@ class Communicator {
   void synchronize();
   // Frees everything once running work has left; later calls raise Error. Idempotent.
   void close();
+
+ private:
+  // One rank's contiguous memory in a flag-ordered operation.
+  struct FlagBuffers {
+    const u8* inputs[kMaxRanks] = {};
+    u8* outputs[kMaxRanks] = {};
+  };
+
+  void check_open() const;
+  void run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype, std::span<const StreamHandle> streams);
+  void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes, DType dtype,
+                   const FlagBuffers& buffers, std::span<const StreamHandle> streams);
+  void raise_failure();
+  void free_retired();
+
+  const std::unique_ptr<Backend> backend_;
+  const u32 nranks_;
+  const CommunicatorOptions options_;
+  std::atomic<bool> closed_{false};
+
+  std::unique_ptr<PlanRunner> plan_runner_;
+  std::unique_ptr<ConnectionSet> connections_;  // made by the first flag-ordered operation, replaced after a failure
+  // Poisoned sets, kept until the work that may use them has finished.
+  struct Retired {
+    std::unique_ptr<ConnectionSet> connections;
+    u64 ticket;
+  };
+  std::vector<Retired> retired_;
 };
 
 }  // namespace pyparallel

@@ -1,0 +1,59 @@
+// Memory and launches of the host backend.
+#include "host_backend.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "../../check.h"
+#include "flag_blocks.h"
+#include "task_batch.h"
+
+namespace pyparallel::host {
+namespace {
+
+constexpr u64 kAlignment = 128;  // as a GPU's cache line, so that slots and words lie alike on both backends
+
+}  // namespace
+
+void* HostBackend::allocate(u32, u64 bytes) { return allocate_host(bytes); }
+void HostBackend::release(u32, void* memory) noexcept { std::free(memory); }
+
+void* HostBackend::allocate_host(u64 bytes) {
+  const u64 size = round_up(bytes, kAlignment);
+  void* memory = std::aligned_alloc(kAlignment, size);
+  PP_CHECK(memory, "the host backend could not allocate ", bytes, " bytes");
+  return std::memset(memory, 0, size);
+}
+
+void HostBackend::release_host(void* memory) noexcept { std::free(memory); }
+
+void HostBackend::write(u32, void* to, const void* from, u64 bytes) { std::memcpy(to, from, bytes); }
+
+u32 HostBackend::max_channels() const { return kMaxFlagChannels; }
+
+// Whatever a call that failed had left is dropped.
+void HostBackend::begin(std::span<const StreamHandle>) { pending_.clear(); }
+
+void HostBackend::launch(u32, std::span<const Task> tasks) {
+  pending_.insert(pending_.end(), tasks.begin(), tasks.end());
+}
+
+void HostBackend::launch_flagged(const FlagArgs& args) {
+  barrier();
+  run_flag_blocks(args);
+}
+
+void HostBackend::barrier() {
+  run_tasks(pending_);
+  pending_.clear();
+}
+
+void HostBackend::end(std::span<const StreamHandle>) { barrier(); }
+
+}  // namespace pyparallel::host
+
+namespace pyparallel {
+
+std::unique_ptr<Backend> make_host_backend(u32) { return std::make_unique<host::HostBackend>(); }
+
+}  // namespace pyparallel

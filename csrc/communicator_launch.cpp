@@ -1,0 +1,91 @@
+// The launch path of the communicator: running work, raising what failed, closing.
+#include <algorithm>
+
+#include "check.h"
+#include "communicator.h"
+#include "launch_lock.h"
+
+namespace pyparallel {
+
+void Communicator::check_open() const { PP_CHECK(!closed(), "the communicator is closed"); }
+
+void Communicator::run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype,
+                            std::span<const StreamHandle> streams) {
+  raise_failure();
+  plan_runner_->run(plan, buffers, dtype, streams);
+}
+
+void Communicator::run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes, DType dtype,
+                               const FlagBuffers& buffers, std::span<const StreamHandle> streams) {
+  raise_failure();
+  if (bytes == 0) return;
+  if (!connections_) {
+    const u32 nchannels = std::min(options_.nchannels, backend_->max_channels());
+    connections_ = std::make_unique<ConnectionSet>(*backend_, nranks_, nchannels, options_.slots, options_.slot_bytes,
+                                                   options_.timeout_ms);
+  }
+  const FlagShape shape{.algorithm = algorithm.flag_algorithm,
+                        .nranks = nranks_,
+                        .root = root,
+                        .nchannels = connections_->nchannels(),
+                        .slots = options_.slots,
+                        .element_bytes = collective == Collective::kBroadcast ? 1 : element_bytes(dtype),
+                        .bytes = bytes,
+                        .slice_bytes = options_.slot_bytes};
+  FlagArgs args = connections_->prepare(shape, dtype, message(algorithm.name, " ", collective_name(collective)));
+  for (u32 rank = 0; rank < nranks_; ++rank) {
+    args.ranks[rank].input = buffers.inputs[rank];
+    args.ranks[rank].output = buffers.outputs[rank];
+  }
+  backend_->begin(streams);
+  backend_->launch_flagged(args);
+  backend_->end(streams);
+  if (backend_->finished(backend_->ticket())) raise_failure();
+}
+
+// Also what an operation without work does, so that a failure is never passed over.
+void Communicator::raise_failure() {
+  free_retired();
+  if (!connections_ || !connections_->poisoned()) return;
+  const std::string text = connections_->failure();
+  retired_.push_back({std::move(connections_), backend_->ticket()});
+  free_retired();
+  throw Error(text);
+}
+
+void Communicator::free_retired() {
+  std::erase_if(retired_, [this](const Retired& retired) { return backend_->finished(retired.ticket); });
+}
+
+void Communicator::synchronize() {
+  const auto lock = lock_launches();
+  check_open();
+  // A flag-ordered kernel gives up by itself after the timeout; twice that leaves it the time to say so.
+  const bool finished = backend_->wait(backend_->ticket(), 2 * options_.timeout_ms * 1'000'000);
+  raise_failure();
+  PP_CHECK(finished, "synchronize: work was still running after ", 2 * options_.timeout_ms, " ms");
+}
+
+void Communicator::close() {
+  const auto lock = lock_launches();
+  if (closed_.exchange(true)) return;
+  bool finished = false;
+  try {
+    finished = backend_->wait(backend_->ticket(), 2 * options_.timeout_ms * 1'000'000);
+  } catch (const Error&) {
+    // A device that has failed for good: nothing can be freed on it.
+  }
+  if (finished) {
+    plan_runner_.reset();
+    connections_.reset();
+    retired_.clear();
+    return;
+  }
+  // Memory that a kernel may still write must not go back to the system: it is lost, not freed.
+  (void)plan_runner_.release();
+  (void)connections_.release();
+  for (Retired& retired : retired_) (void)retired.connections.release();
+  retired_.clear();
+}
+
+}  // namespace pyparallel
