@@ -1,0 +1,84 @@
+"""Makes attributes of a replica that point into the original's tree point into its own.
+
+Modules, parameters and buffers are found in attributes, and in lists, tuples, dicts, partial
+functions, bound methods and weak references there. Closures and other objects are left as they are.
+"""
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from types import MethodType, NoneType
+from typing import Any
+
+from torch import nn
+
+# A list that holds itself ends here.
+_MAX_DEPTH = 8
+
+_ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
+
+# Replicas share the hooks with the original, as in torch: a hook that is a bound method, and keeps
+# what it sees, must keep it where the user looks for it. The tree itself is bound by replicate.
+_BOUND_ELSEWHERE = frozenset(nn.Module().__dict__)
+
+
+class _Placeholder:
+    """Something that can be the owner of a method and the target of a weak reference."""
+
+
+def attributes_to_rewire(module: nn.Module, tree: Iterable[Any]) -> list[str]:
+    """Returns the names of a module's attributes that lead to an object of ``tree``."""
+    placeholder = _Placeholder()
+    substitutes = {id(value): placeholder for value in tree}
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if name not in _BOUND_ELSEWHERE and rewire(value, substitutes) is not value
+    ]
+
+
+def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
+    """Replaces the objects in ``value`` whose ``id`` is a key of ``substitutes``.
+
+    Returns:
+        ``value`` itself if nothing in it is replaced, else a new object of its type.
+    """
+    kind = type(value)
+    if kind in _ATOMS or depth > _MAX_DEPTH:
+        return value
+    if id(value) in substitutes:
+        return substitutes[id(value)]
+    if kind is MethodType:
+        owner = substitutes.get(id(value.__self__))
+        return value if owner is None else MethodType(value.__func__, owner)
+    if kind is weakref.ref:
+        target = substitutes.get(id(value()))
+        return value if target is None else weakref.ref(target)
+    if kind is functools.partial:
+        old = (value.func, value.args, value.keywords)
+        new = tuple(rewire(part, substitutes, depth + 1) for part in old)
+        if _same(old, new):
+            return value
+        return functools.partial(new[0], *new[1], **new[2])
+    if kind in (list, tuple):
+        if _ATOMS.issuperset(map(type, value)):
+            return value
+        items = [rewire(item, substitutes, depth + 1) for item in value]
+        return value if _same(value, items) else kind(items)
+    if kind in (dict, OrderedDict):
+        flat = list(chain(value.keys(), value.values()))
+        if _ATOMS.issuperset(map(type, flat)):
+            return value
+        items = [rewire(item, substitutes, depth + 1) for item in flat]
+        return (
+            value
+            if _same(flat, items)
+            else kind(zip(items[: len(value)], items[len(value) :], strict=True))
+        )
+    return value
+
+
+def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(old, new, strict=True))

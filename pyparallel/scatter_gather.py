@@ -1,0 +1,260 @@
+"""Splitting inputs between ranks and joining outputs, through nested containers."""
+
+import copy
+import warnings
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from pyparallel import functions
+from pyparallel.communicator import get_communicator
+from pyparallel.devices import Device
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Device], dim: int = 0
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Splits every tensor in the arguments along ``dim``, one chunk for each rank.
+
+    Chunks have the sizes of ``torch.chunk``, so a batch of 5 on 4 devices makes 3 chunks, and only
+    3 ranks are used. The chunk of the rank that holds the tensor is a view of it. Tensors without
+    dimensions are copied to every used rank. Tuples, named tuples, lists, dicts and UserDicts are
+    rebuilt around the chunks; every other object, and an empty container, is shared by all ranks.
+
+    Args:
+        inputs: Positional arguments.
+        kwargs: Keyword arguments.
+        devices: The device of each rank.
+        dim: Dimension to split; negative ones count from the end of each tensor.
+
+    Returns:
+        Positional and keyword arguments of each used rank; both empty if there are no arguments at
+        all.
+
+    Raises:
+        ValueError: Tensors would be split into different numbers of chunks.
+        IndexError: A tensor lacks dimension ``dim``.
+        TypeError: A sparse or nested tensor or a PackedSequence.
+    """
+    if not inputs and not kwargs:
+        return (), ()
+    count = _chunk_count((inputs, kwargs), len(devices), dim)
+    used = devices[:count]
+
+    def place(tensor: Tensor) -> Sequence[Tensor]:
+        return _split_tensor(tensor, devices, dim) if tensor.dim() else _copies(tensor, used)
+
+    args = tuple(_split(inputs, count, place))
+    return args, tuple(_split(kwargs, count, place)) if kwargs else tuple({} for _ in used)
+
+
+def gather(
+    outputs: Sequence[Any], devices: Sequence[Device], target: Device | None, dim: int = 0
+) -> Any:
+    """Joins the outputs of the ranks.
+
+    Tensors are concatenated along ``dim``; those without dimensions become a vector with one entry
+    a rank, and so do Python numbers. The result has the dtype to which all promote. Tuples, named
+    tuples, lists, deques, dicts, UserDicts and dataclasses are joined entry by entry. None stays
+    None. Of any other object, such as a string, the result is the list of what each rank returned.
+
+    Args:
+        outputs: One output a rank, all of the same structure.
+        devices: The device of each rank.
+        target: Where tensors go; None is host memory.
+        dim: Dimension along which tensors are joined.
+
+    Raises:
+        RuntimeError: Tensors differ in another size than that of ``dim``.
+        TypeError: Ranks returned different kinds of things.
+        ValueError: Dicts or sequences of different length.
+        KeyError: Dicts with different keys.
+    """
+    first = outputs[0]
+    kind = _kind(first)
+    for rank, output in enumerate(outputs):
+        if _kind(output) != kind:
+            raise TypeError(
+                f"gather: replica 0 returned {_name(first)}, "
+                f"but replica {rank} returned {_name(output)}"
+            )
+
+    def join(column: Sequence[Any]) -> Any:
+        return gather(column, devices, target, dim)
+
+    if kind == "tensor":
+        return _join_tensors(outputs, devices, target, dim)
+    if kind == "none":
+        return None
+    if kind == "number":
+        return torch.tensor(outputs, device=target.torch_device if target else "cpu")
+    if kind == "mapping":
+        if any(len(output) != len(first) for output in outputs):
+            raise ValueError("All dicts must have the same number of keys")
+        return _rebuild(first, [join([output[key] for output in outputs]) for key in first])
+    if kind == "dataclass":
+        result = copy.copy(first)
+        for field in fields(first):
+            # Not setattr, which a frozen dataclass refuses.
+            column = [getattr(output, field.name) for output in outputs]
+            object.__setattr__(result, field.name, join(column))
+        return result
+    if kind == "sequence":
+        return _rebuild(first, [join(column) for column in zip(*outputs, strict=True)])
+    return list(outputs)
+
+
+def _chunk_sizes(size: int, nchunks: int) -> list[int]:
+    """The sizes that ``torch.chunk`` makes, perhaps fewer than ``nchunks``."""
+    if size == 0:
+        return [0] * nchunks
+    chunk = -(-size // nchunks)
+    return [min(chunk, size - start) for start in range(0, size, chunk)]
+
+
+def _chunk_count(obj: Any, nranks: int, dim: int) -> int:
+    sizes = [tensor.size(dim) for tensor in _tensors(obj) if tensor.dim()]
+    counts = {len(_chunk_sizes(size, nranks)) for size in sizes}
+    if len(counts) > 1:
+        raise ValueError(
+            f"scatter: the inputs have sizes {sizes} along dimension {dim}, which make different "
+            f"numbers of chunks on {nranks} devices: "
+            f"{[len(_chunk_sizes(size, nranks)) for size in sizes]}; "
+            "every tensor needs the batch dimension there"
+        )
+    return counts.pop() if counts else nranks
+
+
+def _tensors(obj: Any) -> Iterator[Tensor]:
+    if isinstance(obj, Tensor):
+        if obj.layout is not torch.strided or obj.is_nested:
+            raise TypeError(
+                f"scatter: a tensor of layout {obj.layout} and shape {list(obj.shape)} "
+                "cannot be split"
+            )
+        yield obj
+    else:
+        for entry in _entries(obj) or ():
+            yield from _tensors(entry)
+
+
+def _split(obj: Any, count: int, place: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Any]:
+    if isinstance(obj, Tensor):
+        return place(obj)
+    entries = _entries(obj)
+    if not entries:
+        return [obj] * count
+    columns = [_split(entry, count, place) for entry in entries]
+    return [_rebuild(obj, [column[rank] for column in columns]) for rank in range(count)]
+
+
+def _entries(obj: Any) -> list[Any] | None:
+    """What a container holds; None for any other object."""
+    if isinstance(obj, PackedSequence):
+        raise TypeError(
+            "a PackedSequence has no batch dimension to split or join: pass the padded tensor "
+            "and the lengths, pack them inside forward, and return padded tensors"
+        )
+    if isinstance(obj, (tuple, list)) and not isinstance(obj, torch.Size):
+        return list(obj)
+    if isinstance(obj, (dict, UserDict)):
+        return list(obj.values())
+    return None
+
+
+def _rebuild(obj: Any, entries: list[Any]) -> Any:
+    """A container like ``obj`` around other entries, in the same order."""
+    if type(obj) in (list, deque):
+        return type(obj)(entries)
+    if isinstance(obj, tuple):
+        return type(obj)._make(entries) if hasattr(obj, "_make") else type(obj)(entries)
+    # Subclasses have constructors of their own kind, defaultdict and Counter for instance.
+    result = copy.copy(obj)
+    if isinstance(obj, list):
+        result[:] = entries
+    else:
+        for key, entry in zip(obj, entries, strict=True):
+            result[key] = entry
+    return result
+
+
+def _split_tensor(tensor: Tensor, devices: Sequence[Device], dim: int) -> Sequence[Tensor]:
+    chunk_sizes = _chunk_sizes(tensor.size(dim), len(devices))
+    root = _rank_on(tensor.device, devices[: len(chunk_sizes)])
+    if root is None and tensor.device.type != "cpu":
+        # A GPU that is none of the ranks'.
+        pieces = tensor.split_with_sizes(chunk_sizes, dim)
+        return [p.to(d.torch_device) for p, d in zip(pieces, devices, strict=False)]
+    communicator = get_communicator(devices)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return functions.scatter(communicator, root, chunk_sizes, dim, tensor)
+    # detach, because autograd does not let forward write to a view that was made while it was off.
+    return [p.detach() for p in communicator.scatter(tensor, chunk_sizes, dim=dim, root=root)]
+
+
+def _copies(tensor: Tensor, devices: Sequence[Device]) -> Sequence[Tensor]:
+    """One copy of a tensor without dimensions for each rank."""
+    if tensor.device != devices[0].torch_device:
+        return [tensor.to(device.torch_device) for device in devices]
+    communicator = get_communicator(devices)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return [row[0] for row in functions.broadcast(communicator, [tensor])]
+    return [row[0] for row in communicator.broadcast([tensor])]
+
+
+def _join_tensors(
+    tensors: Sequence[Tensor], devices: Sequence[Device], target: Device | None, dim: int
+) -> Tensor:
+    if all(tensor.dim() == 0 for tensor in tensors):
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will "
+            "instead unsqueeze and return a vector.",
+            stacklevel=2,
+        )
+        tensors, dim = [tensor.reshape(1) for tensor in tensors], 0
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    ranks = devices[: len(tensors)]
+    root = None if target is None else _rank_of(target, ranks)
+    at_home = all(t.device == d.torch_device for t, d in zip(tensors, ranks, strict=True))
+    strided = all(t.layout is torch.strided and not t.is_nested for t in tensors)
+    if at_home and strided and (target is None or root is not None):
+        return functions.gather(get_communicator(devices), root, dim, tensors)
+    # The replica left its device, or the target is no rank's.
+    place = torch.device("cpu") if target is None else target.torch_device
+    return torch.cat([tensor.to(place) for tensor in tensors], dim)
+
+
+def _rank_on(device: torch.device, devices: Sequence[Device]) -> int | None:
+    return next((rank for rank, d in enumerate(devices) if d.torch_device == device), None)
+
+
+def _rank_of(device: Device, devices: Sequence[Device]) -> int | None:
+    return next((rank for rank, d in enumerate(devices) if d == device), None)
+
+
+def _kind(obj: Any) -> str:
+    """How ``gather`` treats an output."""
+    if isinstance(obj, Tensor):
+        return "tensor"
+    if obj is None:
+        return "none"
+    if isinstance(obj, (bool, int, float, complex)) and not isinstance(obj, Enum):
+        return "number"
+    if isinstance(obj, (dict, UserDict)):
+        return "mapping"
+    if is_dataclass(obj) and not isinstance(obj, type):
+        return "dataclass"
+    return "sequence" if isinstance(obj, deque) or _entries(obj) is not None else "object"
+
+
+def _name(obj: Any) -> str:
+    return "None" if obj is None else type(obj).__name__
