@@ -1,0 +1,77 @@
+"""The compiled communicator of a list of devices: opened, closed, and left behind by a fork."""
+
+import ctypes
+import os
+import threading
+import weakref
+
+from pyparallel import _C, env
+from pyparallel.devices import Device
+
+_live: "weakref.WeakSet[Core]" = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+class Core:
+    """Owns one compiled communicator. A forked child opens its own at its first use."""
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self._devices = devices
+        self._closed = False
+        self._communicator: _C.Communicator | None = _open(devices)
+        _live.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def get(self) -> _C.Communicator:
+        """Returns the compiled communicator. Raises RuntimeError after ``close``."""
+        communicator = self._communicator
+        if communicator is not None:
+            return communicator
+        with _lock:
+            if self._closed:
+                raise RuntimeError("the communicator is closed")
+            if self._communicator is None:
+                self._communicator = _open(self._devices)
+            return self._communicator
+
+    def close(self) -> None:
+        """Frees memory and threads once running work has left. Idempotent."""
+        with _lock:
+            self._closed = True
+            communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+
+    def _leave_behind(self) -> None:
+        # The threads of the parent's communicator do not exist in this process, so nobody may wait
+        # for them: its destructor must never run here. One reference too many sees to that.
+        if self._communicator is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
+            self._communicator = None
+
+
+def _open(devices: tuple[Device, ...]) -> _C.Communicator:
+    timeout_ms = env.timeout_ms()
+    if devices[0].kind == "cpu":
+        return _C.Communicator("host", [0] * len(devices), timeout_ms=timeout_ms)
+    env.p2p()
+    if not _C.build_info()["cuda"]:
+        raise RuntimeError(
+            "pyparallel was built without CUDA (no nvcc at build time), but got a tensor on "
+            f"{devices[0]}. Rebuild: pip install --force-reinstall --no-deps ."
+        )
+    return _C.Communicator("cuda", [d.index for d in devices], timeout_ms=timeout_ms)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that does not exist here may have held the old one
+    for core in list(_live):
+        core._leave_behind()
+
+
+os.register_at_fork(after_in_child=_after_fork)

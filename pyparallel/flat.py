@@ -1,0 +1,112 @@
+"""Many tensors of one dtype in one flat buffer a rank: what broadcast and reduce_add move."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyparallel import _C
+from pyparallel.devices import Device
+from pyparallel.layout import dense, with_strides
+from pyparallel.reduction import core_dtype
+from pyparallel.streams import current_streams
+
+# Where a tensor starts in a flat buffer, in bytes: what the caching allocator of CUDA gives to a
+# tensor of its own, so that kernels are as fast on a view of a flat buffer.
+ALIGNMENT = 512
+
+
+class FlatLayout:
+    """Where tensors of one dtype lie in a flat buffer, each aligned to ``ALIGNMENT`` bytes.
+
+    Attributes:
+        offsets: Byte offset of each tensor.
+        nbytes: Bytes of each tensor.
+        nonempty: Positions of the tensors that have any bytes to move.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Takes sizes, strides and dtype from dense tensors."""
+        self._dtype = tensors[0].dtype
+        self._itemsize = tensors[0].element_size()
+        self._shapes = [(t.size(), t.stride()) for t in tensors]
+        self.nbytes = [t.numel() * self._itemsize for t in tensors]
+        self.nonempty = [i for i, n in enumerate(self.nbytes) if n]
+        self.offsets: list[int] = []
+        end = 0
+        for n in self.nbytes:
+            self.offsets.append(end)
+            end += -(-n // ALIGNMENT) * ALIGNMENT
+        self._end = end
+
+    def allocate(self, device: torch.device) -> tuple[int, list[Tensor]]:
+        """Returns the address of a new flat buffer, uninitialized, and the tensors in it.
+
+        The tensors have version counters of their own: to autograd they are unrelated.
+        """
+        if len(self._shapes) == 1:
+            size, stride = self._shapes[0]
+            alone = torch.empty_strided(size, stride, dtype=self._dtype, device=device)
+            return alone.data_ptr(), [alone]
+        flat = torch.empty(self._end // self._itemsize, dtype=self._dtype, device=device)
+        tensors = [
+            flat.as_strided(size, stride, offset // self._itemsize).data
+            for (size, stride), offset in zip(self._shapes, self.offsets, strict=True)
+        ]
+        return flat.data_ptr(), tensors
+
+
+def broadcast_flat(
+    core: _C.Communicator,
+    devices: Sequence[Device],
+    sources: Sequence[Tensor],
+    layout: FlatLayout,
+    flats: Sequence[int],
+    root: int,
+    algorithm: str,
+) -> None:
+    """Copies the root's dense tensors into the flat buffers of the other ranks."""
+    moved = layout.nonempty
+    if moved and len(devices) > 1:
+        core.broadcast(
+            root,
+            [sources[i].data_ptr() for i in moved],
+            [layout.offsets[i] for i in moved],
+            [layout.nbytes[i] for i in moved],
+            flats,
+            current_streams(devices),
+            algorithm,
+        )
+
+
+def reduce_add_flat(
+    core: _C.Communicator,
+    devices: Sequence[Device],
+    columns: Sequence[Sequence[Tensor | None]],
+    root: int,
+    algorithm: str,
+) -> list[Tensor]:
+    """Sums each column (one tensor or None a rank) into a new flat buffer of the root."""
+    firsts = [dense(next(t for t in column if t is not None)) for column in columns]
+    name = core_dtype(firsts[0].dtype)
+    assert name is not None
+    layout = FlatLayout(firsts)
+    destination, sums = layout.allocate(devices[root].torch_device)
+    moved = layout.nonempty
+    # Temporary copies must live until the call has queued everything.
+    terms = [
+        [None if t is None else with_strides(t, firsts[i].stride()) for t in columns[i]]
+        for i in moved
+    ]
+    if terms:
+        core.reduce_add(
+            root,
+            [[0 if t is None else t.data_ptr() for t in row] for row in zip(*terms, strict=True)],
+            [layout.offsets[i] for i in moved],
+            [layout.nbytes[i] for i in moved],
+            destination,
+            name,
+            current_streams(devices),
+            algorithm,
+        )
+    return sums
