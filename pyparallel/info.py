@@ -1,10 +1,12 @@
 """``python -m pyparallel.info``: everything a bug report needs, one ``name: value`` a line."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -24,11 +26,13 @@ def collect() -> Iterator[tuple[str, str]]:
     yield "GIL", "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
     yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     build = _C.build_info()
-    cuda = f"CUDA {build['cuda_version']}" if build["cuda"] else "no CUDA"
-    yield "built with", f"{build['compiler']}, {cuda}"
     if build["cuda"]:
-        yield "built for", build["cuda_targets"]
-    yield "driver", f"CUDA {_C.cuda_driver_version()}" if _C.cuda_driver_version() else "none"
+        yield "built with", f"{build['compiler']}, CUDA {build['cuda_version']}"
+        targets = build["cuda_targets"]
+        yield "built for", " ".join(targets) if isinstance(targets, list) else str(targets)
+    else:
+        yield "built with", f"{build['compiler']}, no CUDA{_why_no_cuda()}"
+    yield "driver", _driver()
     yield from _devices()
     for name in sorted(os.environ):
         if name.startswith(("PYPARALLEL_", "CUDA_")):
@@ -41,6 +45,26 @@ def _package_version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _why_no_cuda() -> str:
+    """What the build wrote down beside the compiled core."""
+    try:
+        info = json.loads((Path(_C.__file__).parent / "_build_info.json").read_text())
+    except OSError:
+        return ""
+    return f" ({info['cuda_reason']})" if info["cuda_reason"] else ""
+
+
+def _driver() -> str:
+    cuda = _C.cuda_driver_version()
+    if cuda is None:
+        return "none"
+    try:
+        kernel_module = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        return f"CUDA {cuda}"
+    return f"CUDA {cuda}, {kernel_module}"
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -179,9 +179,7 @@ def test_core_is_independent_of_torch_and_exports_nothing() -> None:
     assert any(name.startswith("Py") for name in undefined)
     assert [name for name in undefined if re.search("c10|torch|at3|caffe", name)] == []
     # A CUDA runtime that is visible could be mixed up with the one that torch loads.
-    defined = symbols("--defined-only")
-    assert [name for name in defined if not name.startswith(("PyInit", "_Z"))] == []
-    assert [name for name in defined if "pyparallel" in name] == []
+    assert symbols("--defined-only") == ["PyInit__C"]
 
 
 @needs_compiled_core
