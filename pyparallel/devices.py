@@ -93,30 +93,15 @@ def resolve_devices(
         raise _not_a_device(named) from None
 
 
-@functools.lru_cache(maxsize=256)
-def _resolve(named: tuple[DeviceLike, ...], virtual: int | None) -> tuple[Device, ...]:
-    parsed = [_parse(d, virtual) for d in named]
-    if parsed and all(kind == "cpu" and index is None for kind, index in parsed):
-        return tuple(Device("cpu", i) for i in range(len(parsed)))
-    devices = []
-    for name, (kind, index) in zip(named, parsed, strict=True):
-        if index is None:
-            raise _not_a_device(name)
-        if kind == "cuda" and index >= torch.cuda.device_count():
-            raise ValueError(
-                f"GPU {index} is not there: this machine has {torch.cuda.device_count()} GPUs and "
-                f"PYPARALLEL_VIRTUAL_DEVICES is {virtual or 'not set'}"
-            )
-        devices.append(Device(kind, index))
-    if len({d.kind for d in devices}) > 1:
-        raise ValueError(
-            f"expected either GPUs or virtual devices, but got {[str(d) for d in devices]}"
-        )
-    return tuple(devices)
+def parse_device(
+    name: object, int_kind: Literal["cpu", "cuda"]
+) -> tuple[Literal["cpu", "cuda"], int | None]:
+    """Returns kind and index of one device; the index is None where the name has none.
 
-
-def _parse(name: object, virtual: int | None) -> tuple[Literal["cpu", "cuda"], int | None]:
-    """Returns kind and index; the index is None where the name has none."""
+    Raises:
+        ValueError: Neither a GPU nor a virtual device.
+        RuntimeError: A negative index, or a string that is no device.
+    """
     if isinstance(name, Device):
         return name.kind, name.index
     if isinstance(name, str):
@@ -133,13 +118,40 @@ def _parse(name: object, virtual: int | None) -> tuple[Literal["cpu", "cuda"], i
         raise _not_a_device(name) from None
     if index < 0:
         raise RuntimeError(f"Expected non-negative device index, but got {index}")
-    if virtual is None:
-        return "cuda", index
-    if index >= virtual:
+    return int_kind, index
+
+
+def check_exists(device: Device, virtual: int | None) -> None:
+    """Raises ValueError unless there is such a GPU, or one of ``virtual`` virtual devices."""
+    if device.kind == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"{device} is not there: this machine has {torch.cuda.device_count()} GPUs, and "
+                f"PYPARALLEL_VIRTUAL_DEVICES is {virtual or 'not set'}"
+            )
+    elif virtual is not None and device.index >= virtual:
+        raise ValueError(f"{device} is not there: there are {virtual} virtual devices")
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve(named: tuple[DeviceLike, ...], virtual: int | None) -> tuple[Device, ...]:
+    parsed = [parse_device(d, "cuda" if virtual is None else "cpu") for d in named]
+    if parsed and all(kind == "cpu" and index is None for kind, index in parsed):
+        return tuple(Device("cpu", i) for i in range(len(parsed)))
+    devices = []
+    for name, (kind, index) in zip(named, parsed, strict=True):
+        if index is None:
+            raise _not_a_device(name)
+        device = Device(kind, index)
+        # "cpu:7" is a rank of this list and nothing more; an int counts what the variable promised.
+        if kind == "cuda" or not isinstance(name, (str, torch.device, Device)):
+            check_exists(device, virtual)
+        devices.append(device)
+    if len({d.kind for d in devices}) > 1:
         raise ValueError(
-            f"virtual device {index} is not there: PYPARALLEL_VIRTUAL_DEVICES is {virtual}"
+            f"expected either GPUs or virtual devices, but got both: {', '.join(map(str, devices))}"
         )
-    return "cpu", index
+    return tuple(devices)
 
 
 def _not_a_device(name: object) -> ValueError:
