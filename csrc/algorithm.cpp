@@ -22,12 +22,13 @@ const char* collective_name(Collective collective) {
 
 const Algorithm& select_algorithm(Collective collective, std::string_view requested) {
   const auto& [event_ordered, flag_ordered] = kAlgorithms[static_cast<u32>(collective)];
-  // The default is event-ordered for every backend, size and rank count: on the host it is faster throughout, because
-  // its threads never wait for each other; on GPUs it cannot hang, and nothing measured prefers another one yet.
+  // The default is event-ordered for every backend, size and rank count: on the host it is faster
+  // throughout, because its threads never wait for each other; on GPUs it cannot hang, and nothing
+  // measured prefers another one yet.
   if (requested == "auto" || requested == event_ordered.name) return event_ordered;
   if (requested == flag_ordered.name) return flag_ordered;
-  throw ArgumentError(message(collective_name(collective), ": unknown algorithm '", requested, "'; choose auto, ",
-                              event_ordered.name, " or ", flag_ordered.name));
+  throw ArgumentError(message(collective_name(collective), ": unknown algorithm '", requested,
+                              "'; choose auto, ", event_ordered.name, " or ", flag_ordered.name));
 }
 
 }  // namespace pyparallel

@@ -18,8 +18,8 @@ struct Algorithm {
   FlagAlgorithm flag_algorithm;  // read only if flag_ordered
 };
 
-// The algorithm called `requested`, or the collective's default for "auto". Throws ArgumentError for a name that the
-// collective does not have.
+// The algorithm called `requested`, or the collective's default for "auto". Throws ArgumentError
+// for a name that the collective does not have.
 const Algorithm& select_algorithm(Collective collective, std::string_view requested);
 
 }  // namespace pyparallel

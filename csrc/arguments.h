@@ -1,4 +1,5 @@
-// Checks of what callers pass, shared by the collectives. Each throws ArgumentError with the values in the message.
+// Checks of what callers pass, shared by the collectives. Each throws ArgumentError with the values
+// in the message.
 #pragma once
 #include <span>
 #include <string_view>

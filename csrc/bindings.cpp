@@ -1,4 +1,5 @@
-// The Python module pyparallel._C: the only file that knows Python. Its interface is pyparallel/_C.pyi.
+// The Python module pyparallel._C: the only file that knows Python. Its interface is
+// pyparallel/_C.pyi.
 #include <pybind11/pybind11.h>
 
 #include <sstream>
@@ -37,20 +38,23 @@ namespace {
 // A non-negative int that fits 64 bits.
 u64 to_u64(py::handle value, const char* what) {
   if (!PyLong_Check(value.ptr())) {
-    throw py::type_error(message(what, " holds ", std::string(py::repr(value)), ", which is not an int"));
+    throw py::type_error(
+        message(what, " holds ", std::string(py::repr(value)), ", which is not an int"));
   }
   const u64 number = PyLong_AsUnsignedLongLong(value.ptr());
   if (number == static_cast<u64>(-1) && PyErr_Occurred()) {
     if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
       PyErr_Clear();
-      throw ArgumentError(message(what, " holds ", std::string(py::repr(value)), ", which is not in [0, 2**64)"));
+      throw ArgumentError(
+          message(what, " holds ", std::string(py::repr(value)), ", which is not in [0, 2**64)"));
     }
     throw py::error_already_set();
   }
   return number;
 }
 
-// Calls visit(item) for each item. A tuple is made first, because another thread may change a list meanwhile.
+// Calls visit(item) for each item. A tuple is made first, because another thread may change a list
+// meanwhile.
 template <class Visit>
 void for_each(py::handle sequence, Visit visit) {
   const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence.ptr()));
@@ -78,8 +82,8 @@ template <class T>
 std::vector<T> to_pairs(const char* operation, py::handle offsets, py::handle sizes) {
   const auto first = to_vector<u64>(offsets, "offsets");
   const auto second = to_vector<u64>(sizes, "sizes");
-  PP_CHECK_ARG(first.size() == second.size(), operation, ": got ", first.size(), " offsets and ", second.size(),
-               " sizes");
+  PP_CHECK_ARG(first.size() == second.size(), operation, ": got ", first.size(), " offsets and ",
+               second.size(), " sizes");
   std::vector<T> pairs;
   pairs.reserve(first.size());
   for (u64 i = 0; i < first.size(); ++i) pairs.push_back({first[i], second[i]});
@@ -89,20 +93,23 @@ std::vector<T> to_pairs(const char* operation, py::handle offsets, py::handle si
 // A rank that no communicator has stays one.
 u32 to_rank(u64 value) { return value > kMaxRanks ? kMaxRanks : static_cast<u32>(value); }
 
-std::unique_ptr<Communicator> make_communicator(const std::string& backend, py::handle devices, u64 timeout_ms,
-                                                u32 nchannels, u32 slots, u64 slot_bytes, u64 stage_slot_bytes) {
+std::unique_ptr<Communicator> make_communicator(const std::string& backend, py::handle devices,
+                                                u64 timeout_ms, u32 nchannels, u32 slots,
+                                                u64 slot_bytes, u64 stage_slot_bytes) {
   const auto list = to_vector<int>(devices, "devices");
   const py::gil_scoped_release release;
-  PP_CHECK_ARG(backend == "host" || backend == "cuda", "backend is '", backend, "', but must be 'host' or 'cuda'");
+  PP_CHECK_ARG(backend == "host" || backend == "cuda", "backend is '", backend,
+               "', but must be 'host' or 'cuda'");
   const auto nranks = static_cast<u32>(list.size());
   const CommunicatorOptions options{timeout_ms, nchannels, slots, slot_bytes, stage_slot_bytes};
   check_communicator(nranks, options);
-  return std::make_unique<Communicator>(backend == "cuda" ? make_cuda_backend(list) : make_host_backend(nranks), nranks,
-                                        options);
+  return std::make_unique<Communicator>(
+      backend == "cuda" ? make_cuda_backend(list) : make_host_backend(nranks), nranks, options);
 }
 
-void broadcast(Communicator& self, u64 root, py::handle sources, py::handle offsets, py::handle sizes,
-               py::handle destinations, py::handle streams, const std::string& algorithm) {
+void broadcast(Communicator& self, u64 root, py::handle sources, py::handle offsets,
+               py::handle sizes, py::handle destinations, py::handle streams,
+               const std::string& algorithm) {
   const auto from = to_vector<const void*>(sources, "sources");
   const auto segments = to_pairs<Segment>("broadcast", offsets, sizes);
   const auto to = to_vector<void*>(destinations, "destinations");
@@ -111,27 +118,29 @@ void broadcast(Communicator& self, u64 root, py::handle sources, py::handle offs
   self.broadcast(to_rank(root), from, segments, to, handles, algorithm);
 }
 
-void reduce_add(Communicator& self, u64 root, py::handle sources, py::handle offsets, py::handle sizes, u64 destination,
-                const std::string& dtype, py::handle streams, const std::string& algorithm) {
+void reduce_add(Communicator& self, u64 root, py::handle sources, py::handle offsets,
+                py::handle sizes, u64 destination, const std::string& dtype, py::handle streams,
+                const std::string& algorithm) {
   const auto segments = to_pairs<Segment>("reduce_add", offsets, sizes);
   std::vector<const void*> from;
   u32 rank = 0;
   for_each(sources, [&](py::handle row) {
     const auto pointers = to_vector<const void*>(row, "sources");
-    PP_CHECK_ARG(pointers.size() == segments.size(), "reduce_add: rank ", rank, " has ", pointers.size(),
-                 " sources for ", segments.size(), " segments");
+    PP_CHECK_ARG(pointers.size() == segments.size(), "reduce_add: rank ", rank, " has ",
+                 pointers.size(), " sources for ", segments.size(), " segments");
     from.insert(from.end(), pointers.begin(), pointers.end());
     ++rank;
   });
-  PP_CHECK_ARG(rank == self.nranks(), "reduce_add: got sources of ", rank, " ranks for ", self.nranks(), " ranks");
+  PP_CHECK_ARG(rank == self.nranks(), "reduce_add: got sources of ", rank, " ranks for ",
+               self.nranks(), " ranks");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
   const py::gil_scoped_release release;
-  self.reduce_add(to_rank(root), from, segments, reinterpret_cast<void*>(destination), parse_dtype(dtype), handles,
-                  algorithm);
+  self.reduce_add(to_rank(root), from, segments, reinterpret_cast<void*>(destination),
+                  parse_dtype(dtype), handles, algorithm);
 }
 
-void all_reduce(Communicator& self, py::handle sources, py::handle destinations, u64 count, const std::string& dtype,
-                py::handle streams, const std::string& algorithm) {
+void all_reduce(Communicator& self, py::handle sources, py::handle destinations, u64 count,
+                const std::string& dtype, py::handle streams, const std::string& algorithm) {
   const auto from = to_vector<const void*>(sources, "sources");
   const auto to = to_vector<void*>(destinations, "destinations");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
@@ -139,22 +148,24 @@ void all_reduce(Communicator& self, py::handle sources, py::handle destinations,
   self.all_reduce(from, to, count, parse_dtype(dtype), handles, algorithm);
 }
 
-void scatter(Communicator& self, u64 root, u64 source, u64 rows, u64 pitch, py::handle offsets, py::handle sizes,
-             py::handle destinations, py::handle streams) {
+void scatter(Communicator& self, u64 root, u64 source, u64 rows, u64 pitch, py::handle offsets,
+             py::handle sizes, py::handle destinations, py::handle streams) {
   const auto shares = to_pairs<Share>("scatter", offsets, sizes);
   const auto to = to_vector<void*>(destinations, "destinations");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
   const py::gil_scoped_release release;
-  self.scatter(to_rank(root), reinterpret_cast<const void*>(source), rows, pitch, shares, to, handles);
+  self.scatter(to_rank(root), reinterpret_cast<const void*>(source), rows, pitch, shares, to,
+               handles);
 }
 
-void gather(Communicator& self, u64 root, py::handle sources, u64 rows, u64 pitch, py::handle offsets, py::handle sizes,
-            u64 destination, py::handle streams) {
+void gather(Communicator& self, u64 root, py::handle sources, u64 rows, u64 pitch,
+            py::handle offsets, py::handle sizes, u64 destination, py::handle streams) {
   const auto from = to_vector<const void*>(sources, "sources");
   const auto shares = to_pairs<Share>("gather", offsets, sizes);
   const auto handles = to_vector<StreamHandle>(streams, "streams");
   const py::gil_scoped_release release;
-  self.gather(to_rank(root), from, rows, pitch, shares, reinterpret_cast<void*>(destination), handles);
+  self.gather(to_rank(root), from, rows, pitch, shares, reinterpret_cast<void*>(destination),
+              handles);
 }
 
 py::object str_or_none(const std::string& text) {
@@ -193,29 +204,32 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
     }
   });
   m.def("build_info", &build_info);
-  m.def("cuda_device_count", [] { return cuda_device_count(); }, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "cuda_device_count", [] { return cuda_device_count(); },
+      py::call_guard<py::gil_scoped_release>());
   m.def("cuda_driver_version", [] { return str_or_none(cuda_driver_version()); });
 
   const CommunicatorOptions defaults;
   const auto released = py::call_guard<py::gil_scoped_release>();
   // The destructor may wait for devices, so it runs without the GIL.
   py::class_<Communicator>(m, "Communicator", py::release_gil_before_calling_cpp_dtor())
-      .def(py::init(&make_communicator), "backend"_a, "devices"_a, py::kw_only(), "timeout_ms"_a = defaults.timeout_ms,
-           "nchannels"_a = defaults.nchannels, "slots"_a = defaults.slots, "slot_bytes"_a = defaults.slot_bytes,
+      .def(py::init(&make_communicator), "backend"_a, "devices"_a, py::kw_only(),
+           "timeout_ms"_a = defaults.timeout_ms, "nchannels"_a = defaults.nchannels,
+           "slots"_a = defaults.slots, "slot_bytes"_a = defaults.slot_bytes,
            "stage_slot_bytes"_a = defaults.stage_slot_bytes)
       .def_property_readonly("nranks", &Communicator::nranks)
       .def_property_readonly("backend", &Communicator::backend_name)
       .def_property_readonly("closed", &Communicator::closed)
-      .def("broadcast", &broadcast, "root"_a, "sources"_a, "offsets"_a, "sizes"_a, "destinations"_a, "streams"_a,
-           "algorithm"_a = "auto")
-      .def("reduce_add", &reduce_add, "root"_a, "sources"_a, "offsets"_a, "sizes"_a, "destination"_a, "dtype"_a,
+      .def("broadcast", &broadcast, "root"_a, "sources"_a, "offsets"_a, "sizes"_a, "destinations"_a,
            "streams"_a, "algorithm"_a = "auto")
-      .def("all_reduce", &all_reduce, "sources"_a, "destinations"_a, "count"_a, "dtype"_a, "streams"_a,
-           "algorithm"_a = "auto")
-      .def("scatter", &scatter, "root"_a, "source"_a, "rows"_a, "pitch"_a, "offsets"_a, "sizes"_a, "destinations"_a,
-           "streams"_a)
-      .def("gather", &gather, "root"_a, "sources"_a, "rows"_a, "pitch"_a, "offsets"_a, "sizes"_a, "destination"_a,
-           "streams"_a)
+      .def("reduce_add", &reduce_add, "root"_a, "sources"_a, "offsets"_a, "sizes"_a,
+           "destination"_a, "dtype"_a, "streams"_a, "algorithm"_a = "auto")
+      .def("all_reduce", &all_reduce, "sources"_a, "destinations"_a, "count"_a, "dtype"_a,
+           "streams"_a, "algorithm"_a = "auto")
+      .def("scatter", &scatter, "root"_a, "source"_a, "rows"_a, "pitch"_a, "offsets"_a, "sizes"_a,
+           "destinations"_a, "streams"_a)
+      .def("gather", &gather, "root"_a, "sources"_a, "rows"_a, "pitch"_a, "offsets"_a, "sizes"_a,
+           "destination"_a, "streams"_a)
       .def("synchronize", &Communicator::synchronize, released)
       .def("close", &Communicator::close, released);
 }

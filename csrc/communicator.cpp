@@ -11,7 +11,7 @@ namespace pyparallel {
 namespace {
 
 constexpr u64 kMaxTimeoutMs = 1'000'000'000;  // 11 days; leaves room to count in ns
-constexpr u64 kSlotUnit = 128;  // slots are cut at cache lines of a GPU
+constexpr u64 kSlotUnit = 128;                // slots are cut at cache lines of a GPU
 
 bool is_power_of_two(u64 value) { return value != 0 && (value & (value - 1)) == 0; }
 
@@ -22,28 +22,33 @@ u64 total_bytes(std::span<const Segment> segments) {
 }
 
 // Kernels load whole elements; the host's loops take any address.
-void check_aligned(std::string_view operation, const Backend& backend, const void* address, DType dtype) {
-  PP_CHECK_ARG(backend.direct() || reinterpret_cast<std::uintptr_t>(address) % element_bytes(dtype) == 0, operation,
-               ": address ", address, " is not a multiple of the ", element_bytes(dtype), " bytes of ",
-               dtype_name(dtype));
+void check_aligned(std::string_view operation, const Backend& backend, const void* address,
+                   DType dtype) {
+  PP_CHECK_ARG(
+      backend.direct() || reinterpret_cast<std::uintptr_t>(address) % element_bytes(dtype) == 0,
+      operation, ": address ", address, " is not a multiple of the ", element_bytes(dtype),
+      " bytes of ", dtype_name(dtype));
 }
 
 }  // namespace
 
 void check_communicator(u32 nranks, const CommunicatorOptions& options) {
-  PP_CHECK_ARG(nranks >= 1 && nranks <= kMaxRanks, "a communicator has 1 to ", kMaxRanks, " ranks, not ", nranks);
-  PP_CHECK_ARG(options.timeout_ms >= 1 && options.timeout_ms <= kMaxTimeoutMs, "timeout_ms is ", options.timeout_ms,
-               ", but must be from 1 to ", kMaxTimeoutMs);
+  PP_CHECK_ARG(nranks >= 1 && nranks <= kMaxRanks, "a communicator has 1 to ", kMaxRanks,
+               " ranks, not ", nranks);
+  PP_CHECK_ARG(options.timeout_ms >= 1 && options.timeout_ms <= kMaxTimeoutMs, "timeout_ms is ",
+               options.timeout_ms, ", but must be from 1 to ", kMaxTimeoutMs);
   PP_CHECK_ARG(options.nchannels >= 1, "nchannels is 0, but an operation needs a channel");
   PP_CHECK_ARG(is_power_of_two(options.slots) && options.slots >= 2, "slots is ", options.slots,
                ", but must be a power of two from 2 on");
-  PP_CHECK_ARG(options.slot_bytes != 0 && options.slot_bytes % kSlotUnit == 0, "slot_bytes is ", options.slot_bytes,
-               ", but must be a multiple of ", kSlotUnit);
-  PP_CHECK_ARG(options.stage_slot_bytes != 0 && options.stage_slot_bytes % kSlotUnit == 0, "stage_slot_bytes is ",
-               options.stage_slot_bytes, ", but must be a multiple of ", kSlotUnit);
+  PP_CHECK_ARG(options.slot_bytes != 0 && options.slot_bytes % kSlotUnit == 0, "slot_bytes is ",
+               options.slot_bytes, ", but must be a multiple of ", kSlotUnit);
+  PP_CHECK_ARG(options.stage_slot_bytes != 0 && options.stage_slot_bytes % kSlotUnit == 0,
+               "stage_slot_bytes is ", options.stage_slot_bytes, ", but must be a multiple of ",
+               kSlotUnit);
 }
 
-Communicator::Communicator(std::unique_ptr<Backend> backend, u32 nranks, CommunicatorOptions options)
+Communicator::Communicator(std::unique_ptr<Backend> backend, u32 nranks,
+                           CommunicatorOptions options)
     : backend_(std::move(backend)), nranks_(nranks), options_(options) {
   check_communicator(nranks, options);
   plan_runner_ = std::make_unique<PlanRunner>(*backend_, nranks, options.stage_slot_bytes);
@@ -51,20 +56,20 @@ Communicator::Communicator(std::unique_ptr<Backend> backend, u32 nranks, Communi
 
 Communicator::~Communicator() { close(); }
 
-void Communicator::broadcast(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
-                             std::span<void* const> destinations, std::span<const StreamHandle> streams,
-                             std::string_view algorithm) {
+void Communicator::broadcast(u32 root, std::span<const void* const> sources,
+                             std::span<const Segment> segments, std::span<void* const> destinations,
+                             std::span<const StreamHandle> streams, std::string_view algorithm) {
   const auto lock = lock_launches();
   check_open();
   check_root("broadcast", root, nranks_);
   check_one_per_rank("broadcast", "destinations", destinations.size(), nranks_);
   check_one_per_rank("broadcast", "streams", streams.size(), nranks_);
   check_segments("broadcast", segments);
-  PP_CHECK_ARG(sources.size() == segments.size(), "broadcast: got ", sources.size(), " sources for ", segments.size(),
-               " segments");
+  PP_CHECK_ARG(sources.size() == segments.size(), "broadcast: got ", sources.size(),
+               " sources for ", segments.size(), " segments");
   for (u64 k = 0; k < segments.size(); ++k) {
-    PP_CHECK_ARG(sources[k] || segments[k].bytes == 0, "broadcast: source ", k, " is null, but has ", segments[k].bytes,
-                 " bytes");
+    PP_CHECK_ARG(sources[k] || segments[k].bytes == 0, "broadcast: source ", k,
+                 " is null, but has ", segments[k].bytes, " bytes");
   }
   const u64 bytes = total_bytes(segments);
   for (u32 rank = 0; rank < nranks_; ++rank) {
@@ -74,8 +79,8 @@ void Communicator::broadcast(u32 root, std::span<const void* const> sources, std
   const Algorithm& chosen = select_algorithm(Collective::kBroadcast, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0 || nranks_ == 1) return raise_failure();
-    run_plan(plan_broadcast(nranks_, root, segments, plan_runner_->staging()), {sources, 0, destinations},
-             DType::kFloat32, streams);
+    run_plan(plan_broadcast(nranks_, root, segments, plan_runner_->staging()),
+             {sources, 0, destinations}, DType::kFloat32, streams);
     return;
   }
   PP_CHECK_ARG(segments.size() <= 1, "broadcast: chain takes one segment, not ", segments.size());
@@ -90,9 +95,9 @@ void Communicator::broadcast(u32 root, std::span<const void* const> sources, std
   run_flagged(Collective::kBroadcast, chosen, root, bytes, DType::kFloat32, buffers, streams);
 }
 
-void Communicator::reduce_add(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
-                              void* destination, DType dtype, std::span<const StreamHandle> streams,
-                              std::string_view algorithm) {
+void Communicator::reduce_add(u32 root, std::span<const void* const> sources,
+                              std::span<const Segment> segments, void* destination, DType dtype,
+                              std::span<const StreamHandle> streams, std::string_view algorithm) {
   const auto lock = lock_launches();
   check_open();
   check_root("reduce_add", root, nranks_);
@@ -100,8 +105,8 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources, st
   check_segments("reduce_add", segments);
   check_elements("reduce_add", segments, dtype);
   const u64 nsegments = segments.size();
-  PP_CHECK_ARG(sources.size() == nranks_ * nsegments, "reduce_add: got ", sources.size(), " sources for ", nranks_,
-               " ranks with ", nsegments, " segments");
+  PP_CHECK_ARG(sources.size() == nranks_ * nsegments, "reduce_add: got ", sources.size(),
+               " sources for ", nranks_, " ranks with ", nsegments, " segments");
   std::vector<u32> present(nsegments, 0);
   bool complete = true;
   for (u64 k = 0; k < nsegments; ++k) {
@@ -110,31 +115,36 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources, st
       check_aligned("reduce_add", *backend_, source, dtype);
       if (source || segments[k].bytes == 0) present[k] |= 1u << rank;
     }
-    PP_CHECK_ARG(present[k] != 0, "reduce_add: no rank has segment ", k, " of ", segments[k].bytes, " bytes");
+    PP_CHECK_ARG(present[k] != 0, "reduce_add: no rank has segment ", k, " of ", segments[k].bytes,
+                 " bytes");
     complete = complete && present[k] == (1u << nranks_) - 1;
   }
   const u64 bytes = total_bytes(segments);
-  PP_CHECK_ARG(destination || bytes == 0, "reduce_add: the destination is null, but gets ", bytes, " bytes");
+  PP_CHECK_ARG(destination || bytes == 0, "reduce_add: the destination is null, but gets ", bytes,
+               " bytes");
   check_aligned("reduce_add", *backend_, destination, dtype);
   const Algorithm& chosen = select_algorithm(Collective::kReduceAdd, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
     std::array<void*, kMaxRanks> outputs{};
     outputs[root] = destination;
-    run_plan(plan_reduce_add(nranks_, root, segments, present, element_bytes(dtype), plan_runner_->staging()),
+    run_plan(plan_reduce_add(nranks_, root, segments, present, element_bytes(dtype),
+                             plan_runner_->staging()),
              {sources, nsegments, outputs}, dtype, streams);
     return;
   }
   PP_CHECK_ARG(nsegments <= 1, "reduce_add: chain takes one segment, not ", nsegments);
   PP_CHECK_ARG(complete, "reduce_add: chain needs a source of every rank");
   FlagBuffers buffers;
-  for (u32 rank = 0; rank < nranks_ && bytes != 0; ++rank) buffers.inputs[rank] = static_cast<const u8*>(sources[rank]);
+  for (u32 rank = 0; rank < nranks_ && bytes != 0; ++rank)
+    buffers.inputs[rank] = static_cast<const u8*>(sources[rank]);
   if (bytes != 0) buffers.outputs[root] = static_cast<u8*>(destination) + segments[0].offset;
   run_flagged(Collective::kReduceAdd, chosen, root, bytes, dtype, buffers, streams);
 }
 
-void Communicator::all_reduce(std::span<const void* const> sources, std::span<void* const> destinations, u64 count,
-                              DType dtype, std::span<const StreamHandle> streams, std::string_view algorithm) {
+void Communicator::all_reduce(std::span<const void* const> sources,
+                              std::span<void* const> destinations, u64 count, DType dtype,
+                              std::span<const StreamHandle> streams, std::string_view algorithm) {
   const auto lock = lock_launches();
   check_open();
   check_one_per_rank("all_reduce", "sources", sources.size(), nranks_);
@@ -142,8 +152,8 @@ void Communicator::all_reduce(std::span<const void* const> sources, std::span<vo
   check_one_per_rank("all_reduce", "streams", streams.size(), nranks_);
   PP_CHECK_ARG(count < (u64{1} << 60), "all_reduce: ", count, " elements are too many");
   for (u32 rank = 0; rank < nranks_; ++rank) {
-    PP_CHECK_ARG((sources[rank] && destinations[rank]) || count == 0, "all_reduce: rank ", rank, " has no ",
-                 sources[rank] ? "destination" : "source", " for ", count, " elements");
+    PP_CHECK_ARG((sources[rank] && destinations[rank]) || count == 0, "all_reduce: rank ", rank,
+                 " has no ", sources[rank] ? "destination" : "source", " for ", count, " elements");
     check_aligned("all_reduce", *backend_, sources[rank], dtype);
     check_aligned("all_reduce", *backend_, destinations[rank], dtype);
   }
@@ -151,8 +161,8 @@ void Communicator::all_reduce(std::span<const void* const> sources, std::span<vo
   const Algorithm& chosen = select_algorithm(Collective::kAllReduce, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
-    run_plan(plan_all_reduce(nranks_, bytes, element_bytes(dtype), plan_runner_->staging()), {sources, 1, destinations},
-             dtype, streams);
+    run_plan(plan_all_reduce(nranks_, bytes, element_bytes(dtype), plan_runner_->staging()),
+             {sources, 1, destinations}, dtype, streams);
     return;
   }
   FlagBuffers buffers;
@@ -163,8 +173,9 @@ void Communicator::all_reduce(std::span<const void* const> sources, std::span<vo
   run_flagged(Collective::kAllReduce, chosen, 0, bytes, dtype, buffers, streams);
 }
 
-void Communicator::scatter(u32 root, const void* source, u64 rows, u64 pitch, std::span<const Share> shares,
-                           std::span<void* const> destinations, std::span<const StreamHandle> streams) {
+void Communicator::scatter(u32 root, const void* source, u64 rows, u64 pitch,
+                           std::span<const Share> shares, std::span<void* const> destinations,
+                           std::span<const StreamHandle> streams) {
   const auto lock = lock_launches();
   check_open();
   check_root("scatter", root, nranks_);
@@ -183,7 +194,8 @@ void Communicator::scatter(u32 root, const void* source, u64 rows, u64 pitch, st
 }
 
 void Communicator::gather(u32 root, std::span<const void* const> sources, u64 rows, u64 pitch,
-                          std::span<const Share> shares, void* destination, std::span<const StreamHandle> streams) {
+                          std::span<const Share> shares, void* destination,
+                          std::span<const StreamHandle> streams) {
   const auto lock = lock_launches();
   check_open();
   check_root("gather", root, nranks_);
@@ -197,11 +209,12 @@ void Communicator::gather(u32 root, std::span<const void* const> sources, u64 ro
   }
   check_disjoint("gather", shares, skip);
   if (skip == (1u << nranks_) - 1) return raise_failure();
-  PP_CHECK_ARG(destination, "gather: the destination of ", rows, " rows of ", pitch, " bytes is null");
+  PP_CHECK_ARG(destination, "gather: the destination of ", rows, " rows of ", pitch,
+               " bytes is null");
   std::array<void*, kMaxRanks> outputs{};
   outputs[root] = destination;
-  run_plan(plan_gather(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging()), {sources, 1, outputs},
-           DType::kFloat32, streams);
+  run_plan(plan_gather(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging()),
+           {sources, 1, outputs}, DType::kFloat32, streams);
 }
 
 }  // namespace pyparallel

@@ -1,4 +1,5 @@
-// Communicator: checks arguments of all ranks, picks the algorithm, runs its schedule on a backend, reports failures.
+// Communicator: checks arguments of all ranks, picks the algorithm, runs its schedule on a backend,
+// reports failures.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -24,14 +25,16 @@ struct CommunicatorOptions {
 // Throws ArgumentError for a number of ranks or options that no communicator can have.
 void check_communicator(u32 nranks, const CommunicatorOptions& options);
 
-// Algorithms by name: "auto"; event-ordered "push" (broadcast), "owner" (reduce_add), "two_shot" (all_reduce);
-// flag-ordered "chain" (broadcast, reduce_add), "ring" (all_reduce). Scatter and gather have one, "direct".
+// Algorithms by name: "auto"; event-ordered "push" (broadcast), "owner" (reduce_add), "two_shot"
+// (all_reduce); flag-ordered "chain" (broadcast, reduce_add), "ring" (all_reduce). Scatter and
+// gather have one, "direct".
 //
-// May be used from several threads; one call runs at a time in the whole process, because two threads that launched on
-// the same devices in different orders could wait for each other for ever. All arguments of all ranks are checked
-// before the first launch (ArgumentError). When a wait inside a flag-ordered operation expires, Error is raised by the
-// call itself if the backend has finished its work by then, else by the next call or by synchronize(); after that
-// the communicator works again. `streams` holds one handle a rank.
+// May be used from several threads; one call runs at a time in the whole process, because two
+// threads that launched on the same devices in different orders could wait for each other for ever.
+// All arguments of all ranks are checked before the first launch (ArgumentError). When a wait
+// inside a flag-ordered operation expires, Error is raised by the call itself if the backend has
+// finished its work by then, else by the next call or by synchronize(); after that the communicator
+// works again. `streams` holds one handle a rank.
 class Communicator {
  public:
   Communicator(std::unique_ptr<Backend> backend, u32 nranks, CommunicatorOptions options);
@@ -41,23 +44,28 @@ class Communicator {
   const char* backend_name() const { return backend_->name(); }
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
-  // destinations[r] is rank r's flat buffer (ignored for root); sources[k] and segments[k] describe the root's tensors.
+  // destinations[r] is rank r's flat buffer (ignored for root); sources[k] and segments[k] describe
+  // the root's tensors.
   void broadcast(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
                  std::span<void* const> destinations, std::span<const StreamHandle> streams,
                  std::string_view algorithm);
   // sources[r * segments.size() + k]; null: rank r has no such tensor and takes no part in its sum.
-  void reduce_add(u32 root, std::span<const void* const> sources, std::span<const Segment> segments, void* destination,
-                  DType dtype, std::span<const StreamHandle> streams, std::string_view algorithm);
+  void reduce_add(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
+                  void* destination, DType dtype, std::span<const StreamHandle> streams,
+                  std::string_view algorithm);
   // destinations[r] may be sources[r].
-  void all_reduce(std::span<const void* const> sources, std::span<void* const> destinations, u64 count, DType dtype,
-                  std::span<const StreamHandle> streams, std::string_view algorithm);
+  void all_reduce(std::span<const void* const> sources, std::span<void* const> destinations,
+                  u64 count, DType dtype, std::span<const StreamHandle> streams,
+                  std::string_view algorithm);
   // Null destinations/sources: that rank is left out.
   void scatter(u32 root, const void* source, u64 rows, u64 pitch, std::span<const Share> shares,
                std::span<void* const> destinations, std::span<const StreamHandle> streams);
-  void gather(u32 root, std::span<const void* const> sources, u64 rows, u64 pitch, std::span<const Share> shares,
-              void* destination, std::span<const StreamHandle> streams);
+  void gather(u32 root, std::span<const void* const> sources, u64 rows, u64 pitch,
+              std::span<const Share> shares, void* destination,
+              std::span<const StreamHandle> streams);
 
-  // Waits (bounded) until all work launched so far has finished, then raises what went wrong, if anything.
+  // Waits (bounded) until all work launched so far has finished, then raises what went wrong, if
+  // anything.
   void synchronize();
   // Frees everything once running work has left; later calls raise Error. Idempotent.
   void close();
@@ -70,9 +78,10 @@ class Communicator {
   };
 
   void check_open() const;
-  void run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype, std::span<const StreamHandle> streams);
-  void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes, DType dtype,
-                   const FlagBuffers& buffers, std::span<const StreamHandle> streams);
+  void run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype,
+                std::span<const StreamHandle> streams);
+  void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes,
+                   DType dtype, const FlagBuffers& buffers, std::span<const StreamHandle> streams);
   void raise_failure();
   void free_retired();
 
@@ -82,7 +91,8 @@ class Communicator {
   std::atomic<bool> closed_{false};
 
   std::unique_ptr<PlanRunner> plan_runner_;
-  std::unique_ptr<ConnectionSet> connections_;  // made by the first flag-ordered operation, replaced after a failure
+  std::unique_ptr<ConnectionSet>
+      connections_;  // made by the first flag-ordered operation, replaced after a failure
   // Poisoned sets, kept until the work that may use them has finished.
   struct Retired {
     std::unique_ptr<ConnectionSet> connections;

@@ -15,24 +15,27 @@ void Communicator::run_plan(EventPlan plan, const PlanBuffers& buffers, DType dt
   plan_runner_->run(plan, buffers, dtype, streams);
 }
 
-void Communicator::run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes, DType dtype,
-                               const FlagBuffers& buffers, std::span<const StreamHandle> streams) {
+void Communicator::run_flagged(Collective collective, const Algorithm& algorithm, u32 root,
+                               u64 bytes, DType dtype, const FlagBuffers& buffers,
+                               std::span<const StreamHandle> streams) {
   raise_failure();
   if (bytes == 0) return;
   if (!connections_) {
     const u32 nchannels = std::min(options_.nchannels, backend_->max_channels());
-    connections_ = std::make_unique<ConnectionSet>(*backend_, nranks_, nchannels, options_.slots, options_.slot_bytes,
-                                                   options_.timeout_ms);
+    connections_ = std::make_unique<ConnectionSet>(*backend_, nranks_, nchannels, options_.slots,
+                                                   options_.slot_bytes, options_.timeout_ms);
   }
-  const FlagShape shape{.algorithm = algorithm.flag_algorithm,
-                        .nranks = nranks_,
-                        .root = root,
-                        .nchannels = connections_->nchannels(),
-                        .slots = options_.slots,
-                        .element_bytes = collective == Collective::kBroadcast ? 1 : element_bytes(dtype),
-                        .bytes = bytes,
-                        .slice_bytes = options_.slot_bytes};
-  FlagArgs args = connections_->prepare(shape, dtype, message(algorithm.name, " ", collective_name(collective)));
+  const FlagShape shape{
+      .algorithm = algorithm.flag_algorithm,
+      .nranks = nranks_,
+      .root = root,
+      .nchannels = connections_->nchannels(),
+      .slots = options_.slots,
+      .element_bytes = collective == Collective::kBroadcast ? 1 : element_bytes(dtype),
+      .bytes = bytes,
+      .slice_bytes = options_.slot_bytes};
+  FlagArgs args = connections_->prepare(shape, dtype,
+                                        message(algorithm.name, " ", collective_name(collective)));
   for (u32 rank = 0; rank < nranks_; ++rank) {
     args.ranks[rank].input = buffers.inputs[rank];
     args.ranks[rank].output = buffers.outputs[rank];
@@ -54,13 +57,15 @@ void Communicator::raise_failure() {
 }
 
 void Communicator::free_retired() {
-  std::erase_if(retired_, [this](const Retired& retired) { return backend_->finished(retired.ticket); });
+  std::erase_if(retired_,
+                [this](const Retired& retired) { return backend_->finished(retired.ticket); });
 }
 
 void Communicator::synchronize() {
   const auto lock = lock_launches();
   check_open();
-  // A flag-ordered kernel gives up by itself after the timeout; twice that leaves it the time to say so.
+  // A flag-ordered kernel gives up by itself after the timeout; twice that leaves it the time to
+  // say so.
   const bool finished = backend_->wait(backend_->ticket(), 2 * options_.timeout_ms * 1'000'000);
   raise_failure();
   PP_CHECK(finished, "synchronize: work was still running after ", 2 * options_.timeout_ms, " ms");

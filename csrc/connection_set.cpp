@@ -11,7 +11,8 @@
 namespace pyparallel {
 namespace {
 
-// A word that somebody polls has a cache line pair of its own, so that no other word's traffic disturbs the poll.
+// A word that somebody polls has a cache line pair of its own, so that no other word's traffic
+// disturbs the poll.
 constexpr u64 kWordBytes = 128;
 
 u32 load(const u32& word) {
@@ -21,7 +22,8 @@ u32 load(const u32& word) {
 
 }  // namespace
 
-ConnectionSet::ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes, u64 timeout_ms)
+ConnectionSet::ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes,
+                             u64 timeout_ms)
     : backend_(backend),
       nranks_(nranks),
       nchannels_(nchannels),
@@ -35,13 +37,16 @@ ConnectionSet::ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 sl
   abort_word_ = reinterpret_cast<u32*>(host);
   records_ = reinterpret_cast<FailureRecord*>(host + words);
   for (u32 rank = 0; rank < nranks; ++rank) {
-    sends_.push_back(reinterpret_cast<SendEnd*>(allocate(rank, nranks * nchannels * sizeof(SendEnd))));
-    recvs_.push_back(reinterpret_cast<RecvEnd*>(allocate(rank, nranks * nchannels * sizeof(RecvEnd))));
+    sends_.push_back(
+        reinterpret_cast<SendEnd*>(allocate(rank, nranks * nchannels * sizeof(SendEnd))));
+    recvs_.push_back(
+        reinterpret_cast<RecvEnd*>(allocate(rank, nranks * nchannels * sizeof(RecvEnd))));
   }
 }
 
 ConnectionSet::~ConnectionSet() {
-  for (const Allocation& allocation : allocations_) backend_.release(allocation.rank, allocation.memory);
+  for (const Allocation& allocation : allocations_)
+    backend_.release(allocation.rank, allocation.memory);
   backend_.release_host(abort_word_);
 }
 
@@ -59,22 +64,26 @@ void ConnectionSet::connect(u32 from, u32 to) {
   std::vector<SendEnd> send_ends(nchannels_);
   std::vector<RecvEnd> recv_ends(nchannels_);
   for (u32 channel = 0; channel < nchannels_; ++channel) {
-    auto word = [channel](u8* end, u32 i) { return reinterpret_cast<u64*>(end + (channel * 2 + i) * kWordBytes); };
+    auto word = [channel](u8* end, u32 i) {
+      return reinterpret_cast<u64*>(end + (channel * 2 + i) * kWordBytes);
+    };
     u8* channel_slots = slots + channel * slots_ * slot_bytes_;
     u64* credits = word(sender, 1);
     u64* tail = word(receiver, 1);
     send_ends[channel] = {word(sender, 0), credits, tail, channel_slots};
     recv_ends[channel] = {word(receiver, 0), tail, credits, channel_slots};
   }
-  backend_.write(from, sends_[from] + to * nchannels_, send_ends.data(), nchannels_ * sizeof(SendEnd));
-  backend_.write(to, recvs_[to] + from * nchannels_, recv_ends.data(), nchannels_ * sizeof(RecvEnd));
+  backend_.write(from, sends_[from] + to * nchannels_, send_ends.data(),
+                 nchannels_ * sizeof(SendEnd));
+  backend_.write(to, recvs_[to] + from * nchannels_, recv_ends.data(),
+                 nchannels_ * sizeof(RecvEnd));
   connected_[from * nranks_ + to] = true;
 }
 
 FlagArgs ConnectionSet::prepare(const FlagShape& shape, DType dtype, std::string operation) {
   for (u32 rank = 0; rank < shape.nranks; ++rank) {
-    // A rank sends to one peer only in a whole operation, and its first primitive names it. Channel 0 is never empty
-    // where another one is not.
+    // A rank sends to one peer only in a whole operation, and its first primitive names it. Channel
+    // 0 is never empty where another one is not.
     if (prim_count(shape, rank, 0) == 0) continue;
     const i32 peer = prim_at(shape, rank, 0, 0).send_to;
     if (peer >= 0) connect(rank, static_cast<u32>(peer));
@@ -88,7 +97,8 @@ FlagArgs ConnectionSet::prepare(const FlagShape& shape, DType dtype, std::string
   args.timeout_ns = timeout_ms_ * 1'000'000;
   args.abort_word = abort_word_;
   args.failure = records_ + record;
-  for (u32 rank = 0; rank < nranks_; ++rank) args.ranks[rank] = {nullptr, nullptr, sends_[rank], recvs_[rank]};
+  for (u32 rank = 0; rank < nranks_; ++rank)
+    args.ranks[rank] = {nullptr, nullptr, sends_[rank], recvs_[rank]};
   return args;
 }
 
@@ -106,10 +116,12 @@ std::string ConnectionSet::failure() const {
   return "a flag-ordered operation was aborted and left no record of the wait that expired";
 }
 
-std::string ConnectionSet::describe(const FailureRecord& record, const std::string& operation) const {
+std::string ConnectionSet::describe(const FailureRecord& record,
+                                    const std::string& operation) const {
   return message(operation, ": rank ", record.rank, " waited ", timeout_ms_, " ms for ",
-                 record.waits_for_credit ? "a credit" : "data", " from rank ", record.peer, " on channel ",
-                 record.channel, ": wanted step ", record.wanted, ", saw ", record.seen);
+                 record.waits_for_credit ? "a credit" : "data", " from rank ", record.peer,
+                 " on channel ", record.channel, ": wanted step ", record.wanted, ", saw ",
+                 record.seen);
 }
 
 }  // namespace pyparallel

@@ -1,4 +1,5 @@
-// Connections between ranks, made when an operation first needs them, and the abort word that they share.
+// Connections between ranks, made when an operation first needs them, and the abort word that they
+// share.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,23 +8,26 @@
 
 namespace pyparallel {
 
-// Once a wait has expired the abort word stays set for ever, because a late kernel may still read it. The set is then
-// poisoned: its owner replaces it as a whole and frees it when all work that may use it has finished.
+// Once a wait has expired the abort word stays set for ever, because a late kernel may still read
+// it. The set is then poisoned: its owner replaces it as a whole and frees it when all work that
+// may use it has finished.
 class ConnectionSet {
  public:
-  ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes, u64 timeout_ms);
+  ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes,
+                u64 timeout_ms);
   ~ConnectionSet();  // only after all work that uses the set has finished
   ConnectionSet(const ConnectionSet&) = delete;
   ConnectionSet& operator=(const ConnectionSet&) = delete;
 
-  // The launch arguments of `shape` without inputs and outputs. Makes the connections that the shape uses. `operation`
-  // names the launch in failure().
+  // The launch arguments of `shape` without inputs and outputs. Makes the connections that the
+  // shape uses. `operation` names the launch in failure().
   FlagArgs prepare(const FlagShape& shape, DType dtype, std::string operation);
 
   u32 nchannels() const { return nchannels_; }
 
   bool poisoned() const;
-  // Which wait of a poisoned set expired, as a sentence. Waits briefly for a record that a kernel is just writing.
+  // Which wait of a poisoned set expired, as a sentence. Waits briefly for a record that a kernel
+  // is just writing.
   std::string failure() const;
 
  private:
@@ -40,7 +44,8 @@ class ConnectionSet {
   const u64 slot_bytes_, timeout_ms_;
 
   u32* abort_word_ = nullptr;
-  // One record a launch, used in turn, so that a record says which launch failed. More than can be outstanding.
+  // One record a launch, used in turn, so that a record says which launch failed. More than can be
+  // outstanding.
   static constexpr u64 kRecords = 128;
   FailureRecord* records_ = nullptr;
   std::vector<std::string> operations_;

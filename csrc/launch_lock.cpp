@@ -10,7 +10,8 @@ namespace {
 std::mutex& launch_mutex() {
   static std::mutex* const mutex = [] {
     auto* made = new std::mutex;
-    pthread_atfork([] { launch_mutex().lock(); }, [] { launch_mutex().unlock(); }, [] { launch_mutex().unlock(); });
+    pthread_atfork([] { launch_mutex().lock(); }, [] { launch_mutex().unlock(); },
+                   [] { launch_mutex().unlock(); });
     return made;
   }();
   return *mutex;
@@ -18,6 +19,8 @@ std::mutex& launch_mutex() {
 
 }  // namespace
 
-std::unique_lock<std::mutex> lock_launches() { return std::unique_lock<std::mutex>(launch_mutex()); }
+std::unique_lock<std::mutex> lock_launches() {
+  return std::unique_lock<std::mutex>(launch_mutex());
+}
 
 }  // namespace pyparallel

@@ -4,7 +4,8 @@
 
 namespace pyparallel {
 
-// Held by one operation at a time. fork() waits for it, so that a child never starts with an operation half launched.
+// Held by one operation at a time. fork() waits for it, so that a child never starts with an
+// operation half launched.
 std::unique_lock<std::mutex> lock_launches();
 
 }  // namespace pyparallel

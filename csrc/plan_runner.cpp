@@ -17,9 +17,12 @@ void* PlanRunner::address(const Place& place, const PlanBuffers& buffers) {
   switch (place.memory) {
     case Memory::kInput:
       // Plans never write to an input: it appears among sources only.
-      base = static_cast<u8*>(const_cast<void*>(buffers.inputs[place.rank * buffers.rank_stride + place.segment]));
+      base = static_cast<u8*>(
+          const_cast<void*>(buffers.inputs[place.rank * buffers.rank_stride + place.segment]));
       break;
-    case Memory::kOutput: base = static_cast<u8*>(buffers.outputs[place.rank]); break;
+    case Memory::kOutput:
+      base = static_cast<u8*>(buffers.outputs[place.rank]);
+      break;
     case Memory::kStage:
       while (stages_.size() < nranks_) {
         const auto rank = static_cast<u32>(stages_.size());
@@ -31,7 +34,8 @@ void* PlanRunner::address(const Place& place, const PlanBuffers& buffers) {
   return base + place.offset;
 }
 
-void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype, std::span<const StreamHandle> streams) {
+void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
+                     std::span<const StreamHandle> streams) {
   if (plan.moves.empty()) return;
   // Equal executors next to each other make one launch of each rank's share of a step.
   const auto in_order = [](const Move& a, const Move& b) {
@@ -45,15 +49,16 @@ void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype, s
   tasks_.clear();
   for (const Move& move : plan.moves) {
     void* const* places = pointers_.data() + move.first_place;
-    tasks_.push_back({places, places + move.nsources, move.nsources, move.ndestinations, move.rows, move.row_bytes,
-                      move.source_pitch, move.destination_pitch, move.sum, dtype});
+    tasks_.push_back({places, places + move.nsources, move.nsources, move.ndestinations, move.rows,
+                      move.row_bytes, move.source_pitch, move.destination_pitch, move.sum, dtype});
   }
   backend_.begin(streams);
   for (size_t i = 0; i < tasks_.size();) {
     const Move& first = plan.moves[i];
     if (i != 0 && first.step != plan.moves[i - 1].step) backend_.barrier();
     size_t end = i + 1;
-    while (end < tasks_.size() && plan.moves[end].step == first.step && plan.moves[end].executor == first.executor) {
+    while (end < tasks_.size() && plan.moves[end].step == first.step &&
+           plan.moves[end].executor == first.executor) {
       ++end;
     }
     backend_.launch(first.executor, std::span<const Task>(tasks_).subspan(i, end - i));

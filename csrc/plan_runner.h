@@ -11,7 +11,7 @@ namespace pyparallel {
 struct PlanBuffers {
   std::span<const void* const> inputs;  // [rank * rank_stride + segment]
   u64 rank_stride;                      // 0 where only one rank has inputs
-  std::span<void* const> outputs;  // [rank]
+  std::span<void* const> outputs;       // [rank]
 };
 
 class PlanRunner {
@@ -23,8 +23,10 @@ class PlanRunner {
 
   Staging staging() const { return {backend_.direct(), stage_slot_bytes_}; }
 
-  // Launches everything and leaves nothing that refers to `plan` or `buffers`. Sorts the plan's moves by executor.
-  void run(EventPlan& plan, const PlanBuffers& buffers, DType dtype, std::span<const StreamHandle> streams);
+  // Launches everything and leaves nothing that refers to `plan` or `buffers`. Sorts the plan's
+  // moves by executor.
+  void run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
+           std::span<const StreamHandle> streams);
 
  private:
   void* address(const Place& place, const PlanBuffers& buffers);

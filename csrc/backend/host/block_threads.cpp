@@ -15,9 +15,8 @@ void BlockThreads::run(u32 nblocks, Body body, void* context) {
   while (threads_.size() < nblocks) {
     const auto block = static_cast<u32>(threads_.size());
     Thread& thread = threads_.emplace_back();
-    if (!start_worker_thread("pp-host-block:" + std::to_string(block), [this, &thread, block] {
-          thread_main(thread, block);
-        })) {
+    if (!start_worker_thread("pp-host-block:" + std::to_string(block),
+                             [this, &thread, block] { thread_main(thread, block); })) {
       threads_.pop_back();
       throw Error(message("the host backend could not start thread ", block + 1, " of ", nblocks));
     }

@@ -1,4 +1,5 @@
-// Threads that run blocks at the same time: one a block, asleep between launches, as many as the largest launch needed.
+// Threads that run blocks at the same time: one a block, asleep between launches, as many as the
+// largest launch needed.
 #pragma once
 #include <atomic>
 #include <deque>
@@ -15,9 +16,9 @@ class BlockThreads {
   // The threads of this process, see per_process().
   static BlockThreads& instance();
 
-  // Calls body(context, b) once for each b in [0, nblocks), every call on a thread of its own, and returns when all
-  // have returned. Calls may therefore wait for each other. Throws Error, and calls nothing, if the system refuses a
-  // thread. Visibility as in Pool::run().
+  // Calls body(context, b) once for each b in [0, nblocks), every call on a thread of its own, and
+  // returns when all have returned. Calls may therefore wait for each other. Throws Error, and
+  // calls nothing, if the system refuses a thread. Visibility as in Pool::run().
   void run(u32 nblocks, Body body, void* context);
 
  private:
@@ -27,7 +28,7 @@ class BlockThreads {
   };
   void thread_main(Thread& thread, u32 block);
 
-  std::mutex run_mutex_;  // one launch at a time
+  std::mutex run_mutex_;        // one launch at a time
   std::deque<Thread> threads_;  // a deque, because sleeping threads hold references
   Body body_ = nullptr;
   void* context_ = nullptr;

@@ -16,7 +16,8 @@ void run_block(const FlagArgs& args, u32 block) {
     run_flag_ordered<CopyOnly>(context, args, rank, channel);
     return;
   }
-  with_element_type(args.dtype, [&]<class T>() { run_flag_ordered<T>(context, args, rank, channel); });
+  with_element_type(args.dtype,
+                    [&]<class T>() { run_flag_ordered<T>(context, args, rank, channel); });
 }
 
 }  // namespace

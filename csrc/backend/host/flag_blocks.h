@@ -4,10 +4,12 @@
 
 namespace pyparallel::host {
 
-// Any number of blocks can run at the same time; more threads than this would only be switched more often.
+// Any number of blocks can run at the same time; more threads than this would only be switched more
+// often.
 constexpr u32 kMaxFlagChannels = 8;
 
-// Runs all blocks of the launch and returns when the last has left. A wait that expires is in the failure record.
+// Runs all blocks of the launch and returns when the last has left. A wait that expires is in the
+// failure record.
 void run_flag_blocks(const FlagArgs& args);
 
 }  // namespace pyparallel::host

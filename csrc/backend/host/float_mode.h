@@ -1,4 +1,5 @@
-// The floating-point mode in which every sum of the host backend runs: round to nearest, denormals kept.
+// The floating-point mode in which every sum of the host backend runs: round to nearest, denormals
+// kept.
 #pragma once
 #include "../../base.h"
 
@@ -8,8 +9,9 @@
 
 namespace pyparallel::host {
 
-// Sets the default mode for its scope. A new thread inherits flush-to-zero from its creator and the caller's own
-// thread may have it set (torch.set_flush_denormal), and either would change the bits of a sum.
+// Sets the default mode for its scope. A new thread inherits flush-to-zero from its creator and the
+// caller's own thread may have it set (torch.set_flush_denormal), and either would change the bits
+// of a sum.
 class DefaultFloatMode {
  public:
 #if defined(__x86_64__)

@@ -11,7 +11,8 @@
 namespace pyparallel::host {
 namespace {
 
-constexpr u64 kAlignment = 128;  // as a GPU's cache line, so that slots and words lie alike on both backends
+constexpr u64 kAlignment =
+    128;  // as a GPU's cache line, so that slots and words lie alike on both backends
 
 }  // namespace
 
@@ -27,7 +28,9 @@ void* HostBackend::allocate_host(u64 bytes) {
 
 void HostBackend::release_host(void* memory) noexcept { std::free(memory); }
 
-void HostBackend::write(u32, void* to, const void* from, u64 bytes) { std::memcpy(to, from, bytes); }
+void HostBackend::write(u32, void* to, const void* from, u64 bytes) {
+  std::memcpy(to, from, bytes);
+}
 
 u32 HostBackend::max_channels() const { return kMaxFlagChannels; }
 

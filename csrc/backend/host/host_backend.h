@@ -4,7 +4,8 @@
 
 namespace pyparallel::host {
 
-// Everything is done when a call returns: launch() only collects tasks, barrier() and end() run them.
+// Everything is done when a call returns: launch() only collects tasks, barrier() and end() run
+// them.
 class HostBackend final : public Backend {
  public:
   const char* name() const override { return "host"; }

@@ -48,7 +48,8 @@ struct HostContext : HostFlags {
     const u8* from[kMaxRanks];
     for (u32 m = 0; m < destinations.size(); ++m) to[m] = destinations[m];
     for (u32 k = 0; k < sources.size(); ++k) from[k] = sources[k];
-    host::sum(kDTypeOf<T>, to, destinations.size(), from, sources.size(), count * sizeof(T), Stores::kCached);
+    host::sum(kDTypeOf<T>, to, destinations.size(), from, sources.size(), count * sizeof(T),
+              Stores::kCached);
   }
 };
 

@@ -1,4 +1,5 @@
-// Block-wise drivers of the host loops: how results reach their destinations, and which kernels this CPU gets.
+// Block-wise drivers of the host loops: how results reach their destinations, and which kernels
+// this CPU gets.
 #include "loops.h"
 
 #include <unistd.h>
@@ -14,12 +15,13 @@ namespace pyparallel::host {
 namespace {
 
 constexpr u64 kLine = 64;
-// The piece that is read once and then written to every destination: it stays in the first-level cache, and every
-// destination gets many whole lines at a time (16-byte streaming stores that alternate between destinations are
-// ten times slower).
+// The piece that is read once and then written to every destination: it stays in the first-level
+// cache, and every destination gets many whole lines at a time (16-byte streaming stores that
+// alternate between destinations are ten times slower).
 constexpr u64 kBlock = 4096;
 
-// Streams whole lines; the bytes before the first and after the last line of `to` are stored normally.
+// Streams whole lines; the bytes before the first and after the last line of `to` are stored
+// normally.
 void stream(u8* to, const u8* from, u64 bytes) {
 #if defined(__x86_64__)
   const u64 head = std::min<u64>(-reinterpret_cast<std::uintptr_t>(to) % kLine, bytes);
@@ -37,7 +39,8 @@ void stream(u8* to, const u8* from, u64 bytes) {
 #endif
 }
 
-// Because streaming stores are weakly ordered: without it a later release store could become visible before them.
+// Because streaming stores are weakly ordered: without it a later release store could become
+// visible before them.
 void stream_fence() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -49,7 +52,8 @@ u64 last_level_cache_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
   bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-  return bytes > 0 ? static_cast<u64>(bytes) : u64{32} << 20;  // 32 MiB where the system does not say
+  return bytes > 0 ? static_cast<u64>(bytes)
+                   : u64{32} << 20;  // 32 MiB where the system does not say
 }
 
 void sum_block(DType dtype, u8* to, const u8* const* sources, u32 nsources, u64 bytes) {
@@ -86,8 +90,8 @@ void copy(u8* const* destinations, u32 ndestinations, const u8* source, u64 byte
   if (stores == Stores::kStreaming) stream_fence();
 }
 
-void sum(DType dtype, u8* const* destinations, u32 ndestinations, const u8* const* sources, u32 nsources, u64 bytes,
-         Stores stores) {
+void sum(DType dtype, u8* const* destinations, u32 ndestinations, const u8* const* sources,
+         u32 nsources, u64 bytes, Stores stores) {
   if (ndestinations == 1 && stores == Stores::kCached) {
     sum_block(dtype, destinations[0], sources, nsources, bytes);
     return;

@@ -1,5 +1,5 @@
-// Sum kernels for AVX2 and F16C. Everything here is compiled for those instructions, so the file calls no inline
-// function of another header.
+// Sum kernels for AVX2 and F16C. Everything here is compiled for those instructions, so the file
+// calls no inline function of another header.
 #include "loops.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -16,12 +16,17 @@ namespace pyparallel::host {
 inline namespace avx2 {
 namespace {
 
-__m256i load_bits(const u8* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+__m256i load_bits(const u8* from) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
 void store_bits(u8* to, __m256i bits) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits); }
-__m128i load_half(const u8* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+__m128i load_half(const u8* from) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
 void store_half(u8* to, __m128i bits) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bits); }
 
-// Each Lanes type: how many bytes of memory one vector holds, and how it is widened, added and narrowed.
+// Each Lanes type: how many bytes of memory one vector holds, and how it is widened, added and
+// narrowed.
 struct Float32Lanes {
   static constexpr u64 kBytes = 32;
   using Vector = __m256;
@@ -61,7 +66,8 @@ struct Float16Lanes {
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
   static void store(u8* to, Vector v) {
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    const __m128i nan16 = _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
+    const __m128i nan16 =
+        _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
     const __m128i rounded = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     store_half(to, _mm_blendv_epi8(rounded, _mm_set1_epi16(0x7fff), nan16));
   }
@@ -81,7 +87,8 @@ struct BFloat16Lanes {
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     const __m256i chosen = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fff), nan);
-    store_half(to, _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1)));
+    store_half(
+        to, _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1)));
   }
 };
 
@@ -103,8 +110,9 @@ u64 sum_vectors(u8* to, const u8* const* sources, u32 nsources, u64 bytes) {
   return i;
 }
 
-constexpr SumKernels kKernels = {{sum_vectors<Float16Lanes>, sum_vectors<BFloat16Lanes>, sum_vectors<Float32Lanes>,
-                                  sum_vectors<Float64Lanes>, sum_vectors<Int32Lanes>, sum_vectors<Int64Lanes>}};
+constexpr SumKernels kKernels = {{sum_vectors<Float16Lanes>, sum_vectors<BFloat16Lanes>,
+                                  sum_vectors<Float32Lanes>, sum_vectors<Float64Lanes>,
+                                  sum_vectors<Int32Lanes>, sum_vectors<Int64Lanes>}};
 
 }  // namespace
 }  // namespace avx2
@@ -119,7 +127,8 @@ constexpr SumKernels kKernels = {{sum_vectors<Float16Lanes>, sum_vectors<BFloat1
 namespace pyparallel::host {
 
 const SumKernels* avx2_sum_kernels() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? &avx2::kKernels : nullptr;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") ? &avx2::kKernels
+                                                                          : nullptr;
 }
 
 }  // namespace pyparallel::host

@@ -19,7 +19,8 @@ T element(const u8* from, u64 i) {
 
 template <class T>
 u64 sum_elements(u8* to, const u8* const* sources, u32 nsources, u64 bytes) {
-  constexpr u64 kBlock = 64;  // elements whose accumulators stay in registers or the first-level cache
+  constexpr u64 kBlock =
+      64;  // elements whose accumulators stay in registers or the first-level cache
   const u64 count = bytes / sizeof(T);
   for (u64 begin = 0; begin < count; begin += kBlock) {
     const u64 length = std::min(kBlock, count - begin);

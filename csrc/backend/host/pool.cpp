@@ -57,12 +57,13 @@ void Pool::run(u64 ntiles, Body body, void* context) {
 void Pool::drain() {
   u64 left = unclaimed_.load(std::memory_order_relaxed);
   while (left != 0) {
-    if (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acquire, std::memory_order_relaxed)) {
+    if (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acquire,
+                                          std::memory_order_relaxed)) {
       continue;
     }
     body_(context_, left - 1);
-    // Release: my tile's stores are visible to the last finisher; acquire: the last finisher sees everybody's and
-    // passes them on with done_.
+    // Release: my tile's stores are visible to the last finisher; acquire: the last finisher sees
+    // everybody's and passes them on with done_.
     if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       done_.fetch_add(1, std::memory_order_release);
       done_.notify_one();

@@ -1,5 +1,5 @@
-// The process-wide pool that runs event-ordered work: one thread per core (the caller counts as one), all asleep
-// when there is nothing to do.
+// The process-wide pool that runs event-ordered work: one thread per core (the caller counts as
+// one), all asleep when there is nothing to do.
 #pragma once
 #include <atomic>
 #include <mutex>
@@ -19,9 +19,9 @@ class Pool {
   // Threads that can work on a job, the caller included: the cores this process may use.
   u32 concurrency() const { return concurrency_; }
 
-  // Calls body(context, t) once for each t in [0, ntiles), on several threads, and returns after the last call.
-  // What the caller wrote before is visible to the calls, and what they wrote is visible to the caller afterwards.
-  // The body must not throw and must not call run().
+  // Calls body(context, t) once for each t in [0, ntiles), on several threads, and returns after
+  // the last call. What the caller wrote before is visible to the calls, and what they wrote is
+  // visible to the caller afterwards. The body must not throw and must not call run().
   void run(u64 ntiles, Body body, void* context);
 
  private:
@@ -33,8 +33,8 @@ class Pool {
   std::mutex run_mutex_;  // one job at a time
   u32 nworkers_ = 0;
 
-  // The job. body_ and context_ are read only after a tile was claimed: until that tile is finished the job is not
-  // over and nobody overwrites them, however late a worker wakes up.
+  // The job. body_ and context_ are read only after a tile was claimed: until that tile is finished
+  // the job is not over and nobody overwrites them, however late a worker wakes up.
   Body body_ = nullptr;
   void* context_ = nullptr;
   alignas(64) std::atomic<u64> unclaimed_{0};

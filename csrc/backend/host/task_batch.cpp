@@ -1,5 +1,5 @@
-// Tiles: the payloads of all tasks laid end to end and cut at equal distances, so that a tile may be a part of one
-// large task or many small ones.
+// Tiles: the payloads of all tasks laid end to end and cut at equal distances, so that a tile may
+// be a part of one large task or many small ones.
 #include "task_batch.h"
 
 #include <algorithm>
@@ -12,21 +12,25 @@
 namespace pyparallel::host {
 namespace {
 
-// Waking a sleeping thread and waiting for it costs about 10 us, in which one core moves about 100 KiB.
+// Waking a sleeping thread and waiting for it costs about 10 us, in which one core moves about 100
+// KiB.
 constexpr u64 kInlineBytes = 64 << 10;
-// Largest tile: small enough to balance the load (threads take tiles when they are free), large enough that taking
-// one costs nothing, and its source stays in a second-level cache while it is written to every destination.
+// Largest tile: small enough to balance the load (threads take tiles when they are free), large
+// enough that taking one costs nothing, and its source stays in a second-level cache while it is
+// written to every destination.
 constexpr u64 kTileBytes = 256 << 10;
 constexpr u64 kSmallestTileBytes = 32 << 10;
 constexpr u64 kTilesPerThread = 4;  // enough to balance threads that start late
-// Cuts inside a task fall on multiples of this, so that they split no element and no cache line of aligned data.
+// Cuts inside a task fall on multiples of this, so that they split no element and no cache line of
+// aligned data.
 constexpr u64 kCut = 64;
 
 u64 payload(const Task& task) { return task.rows * task.row_bytes; }
 
 // Rows that follow each other without a gap on both sides are one long row.
 bool contiguous(const Task& task) {
-  return task.rows == 1 || (task.source_pitch == task.row_bytes && task.destination_pitch == task.row_bytes);
+  return task.rows == 1 ||
+         (task.source_pitch == task.row_bytes && task.destination_pitch == task.row_bytes);
 }
 
 struct Pointers {
@@ -36,7 +40,8 @@ struct Pointers {
 
 Pointers advance(const Task& task, u64 source_offset, u64 destination_offset) {
   Pointers at;
-  for (u32 k = 0; k < task.nsources; ++k) at.sources[k] = static_cast<const u8*>(task.sources[k]) + source_offset;
+  for (u32 k = 0; k < task.nsources; ++k)
+    at.sources[k] = static_cast<const u8*>(task.sources[k]) + source_offset;
   for (u32 m = 0; m < task.ndestinations; ++m) {
     at.destinations[m] = static_cast<u8*>(task.destinations[m]) + destination_offset;
   }
@@ -48,18 +53,21 @@ void run_part(const Task& task, u64 begin, u64 end, Stores stores) {
   if (contiguous(task)) {
     const Pointers at = advance(task, begin, begin);
     if (task.sum) {
-      sum(task.dtype, at.destinations, task.ndestinations, at.sources, task.nsources, end - begin, stores);
+      sum(task.dtype, at.destinations, task.ndestinations, at.sources, task.nsources, end - begin,
+          stores);
     } else {
       copy(at.destinations, task.ndestinations, at.sources[0], end - begin, stores);
     }
     return;
   }
-  // Rows are often a few bytes long; cached stores, because a streamed line would be written in pieces.
+  // Rows are often a few bytes long; cached stores, because a streamed line would be written in
+  // pieces.
   while (begin < end) {
     const u64 row = begin / task.row_bytes;
     const u64 column = begin % task.row_bytes;
     const u64 length = std::min(task.row_bytes - column, end - begin);
-    const Pointers at = advance(task, row * task.source_pitch + column, row * task.destination_pitch + column);
+    const Pointers at =
+        advance(task, row * task.source_pitch + column, row * task.destination_pitch + column);
     copy(at.destinations, task.ndestinations, at.sources[0], length, Stores::kCached);
     begin += length;
   }
@@ -116,7 +124,8 @@ void run_tasks(std::span<const Task> tasks) {
   u64 end = 0;
   for (const Task& task : tasks) batch.ends.push_back(end += payload(task));
   pool.run((bytes + batch.tile_bytes - 1) / batch.tile_bytes,
-           [](void* context, u64 tile) { static_cast<const Batch*>(context)->run_tile(tile); }, &batch);
+           [](void* context, u64 tile) { static_cast<const Batch*>(context)->run_tile(tile); },
+           &batch);
 }
 
 }  // namespace pyparallel::host

@@ -13,7 +13,8 @@
 namespace pyparallel::host {
 
 bool start_worker_thread(const std::string& name, std::function<void()> body) {
-  // The new thread inherits the mask; blocking here leaves no moment in which it could take a signal.
+  // The new thread inherits the mask; blocking here leaves no moment in which it could take a
+  // signal.
   sigset_t all, saved;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &saved);
