@@ -41,9 +41,10 @@ def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
     return ordered_strides(size, range(len(size)))
 
 
-def with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+def with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Returns ``tensor``, or a copy on its own device, with dense memory of the given strides."""
-    same = all(
+    # The stride of a dimension of size 1 moves nothing.
+    same = tensor.stride() == stride or all(
         have == want or size == 1
         for have, want, size in zip(tensor.stride(), stride, tensor.size(), strict=True)
     )

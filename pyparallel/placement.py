@@ -4,6 +4,7 @@ CPU tensors are virtual devices: the tensor at position i belongs to rank i.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -20,21 +21,25 @@ def devices_of(tensors: Sequence[Tensor]) -> list[Device]:
     Raises:
         ValueError: A tensor is on another device, or a CPU tensor is among those of GPUs.
     """
+    if all(tensor.is_cpu for tensor in tensors):
+        return list(_virtual_ranks(len(tensors)))
     for i, tensor in enumerate(tensors):
         if tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(f"tensor at index {i} is on {tensor.device}, not on a GPU or the CPU")
     stray = _stray_cpu_index(tensors)
     if stray is not None:
         raise ValueError(f"expected all tensors on GPUs, but tensor at index {stray} is on CPU")
-    return [
-        Device("cuda", tensor.device.index) if tensor.is_cuda else Device("cpu", i)
-        for i, tensor in enumerate(tensors)
-    ]
+    return [Device("cuda", tensor.device.index) for tensor in tensors]
+
+
+@functools.cache
+def _virtual_ranks(n: int) -> tuple[Device, ...]:
+    return tuple(Device("cpu", i) for i in range(n))
 
 
 def _stray_cpu_index(tensors: Sequence[Tensor]) -> int | None:
     """Returns the first position of a CPU tensor among tensors of GPUs."""
-    on_cpu = [i for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
+    on_cpu = [i for i, tensor in enumerate(tensors) if tensor.is_cpu]
     return on_cpu[0] if on_cpu and len(on_cpu) < len(tensors) else None
 
 

@@ -84,10 +84,8 @@ def gather_rows(
     root: int,
 ) -> None:
     """Fills ``result`` on the root, dense and in ``order``, with the tensors of the first ranks."""
-    with torch.no_grad():
-        sources = [
-            with_strides(t.to(result.dtype), ordered_strides(t.size(), order)) for t in tensors
-        ]
+    converted = (t if t.dtype == result.dtype else t.detach().to(result.dtype) for t in tensors)
+    sources = [with_strides(t, ordered_strides(t.size(), order)) for t in converted]
     rows = Rows.along(dim, result.size(), order, result.element_size())
     absent = [0] * (len(devices) - len(tensors))
     offsets, sizes = rows.shares([t.size(dim) for t in tensors])
