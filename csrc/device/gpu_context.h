@@ -1,13 +1,14 @@
 // The execution context on a GPU: thread indices, block barriers, and PTX for what C++ cannot say.
 //
-// Measured on SASS of sm_80 to sm_120 (tests/test_sass.py): a poll is one load, an acquire adds one invalidation of
-// the L1 cache, a post is one MEMBAR.ALL.SYS before one store.
+// Measured on SASS of sm_80 to sm_120 (tests/test_sass.py): a poll is one load, an acquire adds one
+// invalidation of the L1 cache, a post is one MEMBAR.ALL.SYS before one store.
 #pragma once
 #include "context.h"
 #include "loops.h"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
-#error "pyparallel needs sm_70 or newer: loads with acquire and stores with release do not exist before."
+#error \
+    "pyparallel needs sm_70 or newer: loads with acquire and stores with release do not exist before."
 #endif
 
 namespace pyparallel {
@@ -21,8 +22,9 @@ struct GpuContext {
   PP_D void sync() const { __syncthreads(); }
   PP_D bool sync_and(bool ok) const { return __syncthreads_and(ok) != 0; }
 
-  // Every pointer of ours is global memory, on this device, on a peer or mapped from the host. The compiler cannot
-  // know that of pointers that it loads from memory, and would emit generic accesses.
+  // Every pointer of ours is global memory, on this device, on a peer or mapped from the host. The
+  // compiler cannot know that of pointers that it loads from memory, and would emit generic
+  // accesses.
   template <class W>
   PP_D W load(const W* from) const {
     __builtin_assume(__isGlobal(from));
@@ -40,11 +42,13 @@ struct GpuContext {
   }
   PP_D void store(Pack* to, Pack value) const {
     __builtin_assume(__isGlobal(to));
-    *reinterpret_cast<uint4*>(to) = make_uint4(value.words[0], value.words[1], value.words[2], value.words[3]);
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(value.words[0], value.words[1], value.words[2], value.words[3]);
   }
 
-  // Packs in flight a thread: 512 threads with 8 have 64 KiB in flight, more than a link needs (a guess for GPUs that no
-  // measurement has confirmed). Sums hold an accumulator for each element besides.
+  // Packs in flight a thread: 512 threads with 8 have 64 KiB in flight, more than a link needs (a
+  // guess for GPUs that no measurement has confirmed). Sums hold an accumulator for each element
+  // besides.
   static constexpr u32 kCopyUnroll = 8, kSumUnroll = 4;
 
   template <class Destinations>
@@ -68,7 +72,8 @@ struct GpuContext {
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
     return value;
   }
-  // A release store and not a fence and a relaxed store, because the fence would also empty the L1 cache.
+  // A release store and not a fence and a relaxed store, because the fence would also empty the L1
+  // cache.
   PP_D void post(u64* word, u64 value) const {
     asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(word), "l"(value) : "memory");
   }
@@ -89,10 +94,16 @@ struct GpuContext {
   PP_D void abort(u32* word) const {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(word), "r"(1u) : "memory");
   }
-  // Between GPUs on a bus without atomic operations two may both win: their records then mix, and nothing else.
-  PP_D bool claim(FailureRecord* record) const { return atomicCAS_system(&record->claimed, 0u, 1u) == 0u; }
+  // Between GPUs on a bus without atomic operations two may both win: their records then mix, and
+  // nothing else.
+  PP_D bool claim(FailureRecord* record) const {
+    return atomicCAS_system(&record->claimed, 0u, 1u) == 0u;
+  }
   PP_D void publish(FailureRecord* record) const {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(&record->complete), "r"(1u) : "memory");
+    asm volatile("st.release.sys.global.u32 [%0], %1;"
+                 :
+                 : "l"(&record->complete), "r"(1u)
+                 : "memory");
   }
 };
 

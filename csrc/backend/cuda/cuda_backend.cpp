@@ -35,10 +35,11 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override;
 
   const char* name() const override { return "cuda"; }
-  // A torch tensor may lie where no peer reaches it (expandable segments), so only its own device touches it.
+  // A torch tensor may lie where no peer reaches it (expandable segments), so only its own device
+  // touches it.
   bool direct() const override { return false; }
-  // 0 where several devices are launched by one thread and launches block: the first kernel would wait for blocks
-  // that are launched after it. Also 0 where a device cannot launch cooperatively.
+  // 0 where several devices are launched by one thread and launches block: the first kernel would
+  // wait for blocks that are launched after it. Also 0 where a device cannot launch cooperatively.
   u32 max_channels() const override { return max_channels_; }
 
   void* allocate(u32 rank, u64 bytes) override;
@@ -60,9 +61,10 @@ class CudaBackend final : public Backend {
  private:
   int device_of(u32 rank) const { return order_->device(order_->device_index(rank)); }
 
-  std::unique_ptr<StreamOrder> order_;  // a pointer, so that the destructor can end it while its DeviceGuard lives
-  std::vector<LocalRanks> local_;       // per device
-  bool peer_access_ = false;            // false: the ranks share pinned host memory instead of device memory
+  std::unique_ptr<StreamOrder>
+      order_;  // a pointer, so that the destructor can end it while its DeviceGuard lives
+  std::vector<LocalRanks> local_;  // per device
+  bool peer_access_ = false;  // false: the ranks share pinned host memory instead of device memory
   u32 max_channels_ = 0;
 };
 
@@ -79,7 +81,8 @@ CudaBackend::CudaBackend(const std::vector<int>& rank_devices)
     devices.push_back(device);
     set_device(device);
     load_event_kernels();
-    const u32 blocks = load_flag_kernels() * static_cast<u32>(attribute(cudaDevAttrMultiProcessorCount, device));
+    const u32 blocks =
+        load_flag_kernels() * static_cast<u32>(attribute(cudaDevAttrMultiProcessorCount, device));
     const bool cooperative = attribute(cudaDevAttrCooperativeLaunch, device) != 0;
     channels = std::min(channels, cooperative ? blocks / local_[d].count : 0);
   }
@@ -105,8 +108,8 @@ void* CudaBackend::allocate(u32 rank, u64 bytes) {
   void* memory = nullptr;
   const cudaError_t error = cudaMalloc(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) cudaGetLastError();
-  PP_CHECK(error != cudaErrorMemoryAllocation, "CUDA out of memory: cuda:", device, " has no ", bytes,
-           " bytes left for pyparallel's transfer buffers.");
+  PP_CHECK(error != cudaErrorMemoryAllocation, "CUDA out of memory: cuda:", device, " has no ",
+           bytes, " bytes left for pyparallel's transfer buffers.");
   PP_CUDA(error);
   PP_CUDA(cudaMemsetAsync(memory, 0, bytes, setup_stream(device)));
   PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
@@ -170,7 +173,8 @@ void CudaBackend::launch(u32 rank, std::span<const Task> tasks) {
 // Nothing but launches in the loop: a device that is launched late keeps the others spinning.
 void CudaBackend::launch_flagged(const FlagArgs& args) {
   PP_CHECK(args.shape.nchannels <= max_channels_, "A flag-ordered launch of ", args.shape.nchannels,
-           " channels needs blocks that run at the same time, but only ", max_channels_, " channels fit.");
+           " channels needs blocks that run at the same time, but only ", max_channels_,
+           " channels fit.");
   const DeviceGuard guard;
   for (u32 d = 0; d < order_->ndevices(); ++d) {
     set_device(order_->device(d));
@@ -206,13 +210,13 @@ bool CudaBackend::wait(u64 ticket, u64 timeout_ns) {
 }  // namespace
 
 std::unique_ptr<Backend> make_cuda_backend(std::vector<int> devices) {
-  PP_CHECK_ARG(!devices.empty() && devices.size() <= kMaxRanks, "A communicator has 1 to ", kMaxRanks, " ranks, not ",
-               devices.size(), ".");
+  PP_CHECK_ARG(!devices.empty() && devices.size() <= kMaxRanks, "A communicator has 1 to ",
+               kMaxRanks, " ranks, not ", devices.size(), ".");
   int count = 0;
   PP_CUDA(cudaGetDeviceCount(&count));
   for (const int device : devices) {
-    PP_CHECK_ARG(device >= 0 && device < count, "Device cuda:", device, " does not exist; this machine has ", count,
-                 " CUDA devices.");
+    PP_CHECK_ARG(device >= 0 && device < count, "Device cuda:", device,
+                 " does not exist; this machine has ", count, " CUDA devices.");
   }
   const DeviceGuard guard;
   return std::make_unique<CudaBackend>(devices);

@@ -8,7 +8,8 @@ namespace pyparallel {
 int cuda_device_count() noexcept {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  cudaGetLastError();  // because the runtime would hand this error to the next caller that asks for the last one
+  cudaGetLastError();  // because the runtime would hand this error to the next caller that asks for
+                       // the last one
   return 0;
 }
 

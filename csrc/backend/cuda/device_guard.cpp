@@ -21,7 +21,8 @@ void* driver_function(const char* name) {
 #else
   PP_CUDA(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found));
 #endif
-  PP_CHECK(found == cudaDriverEntryPointSuccess && function, "The NVIDIA driver has no function ", name, ".");
+  PP_CHECK(found == cudaDriverEntryPointSuccess && function, "The NVIDIA driver has no function ",
+           name, ".");
   return function;
 }
 
@@ -41,12 +42,13 @@ DeviceGuard::DeviceGuard() {
   CUcontext context = nullptr;
   const CUresult result = driver().get_current(&context);
   // A process that has made no CUDA call yet has no context either.
-  PP_CHECK(result == CUDA_SUCCESS || result == CUDA_ERROR_NOT_INITIALIZED, "cuCtxGetCurrent failed with CUDA error ",
-           static_cast<int>(result), ".");
+  PP_CHECK(result == CUDA_SUCCESS || result == CUDA_ERROR_NOT_INITIALIZED,
+           "cuCtxGetCurrent failed with CUDA error ", static_cast<int>(result), ".");
   context_ = context;
 }
 
-// A failure here means that the driver is shutting down or the context is lost; the next call reports it.
+// A failure here means that the driver is shutting down or the context is lost; the next call
+// reports it.
 DeviceGuard::~DeviceGuard() { driver().set_current(static_cast<CUcontext>(context_)); }
 
 void set_device(int device) { PP_CUDA(cudaSetDevice(device)); }

@@ -1,4 +1,5 @@
-// Event-ordered kernels: one launch runs a table of unordered copies or sums, its blocks split over them.
+// Event-ordered kernels: one launch runs a table of unordered copies or sums, its blocks split over
+// them.
 #include <algorithm>
 
 #include "../../device/event_ordered.h"
@@ -10,8 +11,8 @@ namespace pyparallel {
 namespace {
 
 constexpr u32 kThreads = 512;
-// A block has 64 KiB in flight, so smaller shares leave threads idle. 32 blocks fill a link and leave most of the GPU to
-// the model. Guesses: not yet measured on a GPU.
+// A block has 64 KiB in flight, so smaller shares leave threads idle. 32 blocks fill a link and
+// leave most of the GPU to the model. Guesses: not yet measured on a GPU.
 constexpr u64 kBytesPerBlock = 64 << 10;
 constexpr u64 kMaxBlocksPerTask = 32;
 
@@ -39,28 +40,32 @@ __device__ __forceinline__ const TableEntry& entry_of_block(const TaskTable& tab
   return table.entries[i];
 }
 
-__device__ __forceinline__ DestinationList destinations_of(const TaskTable& table, const TableEntry& entry) {
+__device__ __forceinline__ DestinationList destinations_of(const TaskTable& table,
+                                                           const TableEntry& entry) {
   return {table.pointers + entry.first_pointer + entry.nsources, entry.ndestinations, 0};
 }
 
-__global__ void __launch_bounds__(kThreads, 1) copy_kernel(const __grid_constant__ TaskTable table) {
+__global__ void __launch_bounds__(kThreads, 1)
+    copy_kernel(const __grid_constant__ TaskTable table) {
   const TableEntry& entry = entry_of_block(table);
   const Rows rows{entry.rows, entry.row_bytes, entry.source_pitch, entry.destination_pitch};
-  run_copy(GpuContext{}, destinations_of(table, entry), static_cast<const u8*>(table.pointers[entry.first_pointer]),
-           rows, blockIdx.x - entry.first_block, entry.nblocks);
+  run_copy(GpuContext{}, destinations_of(table, entry),
+           static_cast<const u8*>(table.pointers[entry.first_pointer]), rows,
+           blockIdx.x - entry.first_block, entry.nblocks);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1) sum_kernel(const __grid_constant__ TaskTable table) {
   const TableEntry& entry = entry_of_block(table);
   const SourceList sources{table.pointers + entry.first_pointer, entry.nsources, 0};
-  run_sum<T>(GpuContext{}, destinations_of(table, entry), sources, entry.row_bytes, blockIdx.x - entry.first_block,
-             entry.nblocks);
+  run_sum<T>(GpuContext{}, destinations_of(table, entry), sources, entry.row_bytes,
+             blockIdx.x - entry.first_block, entry.nblocks);
 }
 
 // By DType.
-void (*const kSumKernels[kDTypes])(TaskTable) = {sum_kernel<Half>,   sum_kernel<BFloat16>, sum_kernel<float>,
-                                                  sum_kernel<double>, sum_kernel<i32>,      sum_kernel<i64>};
+void (*const kSumKernels[kDTypes])(TaskTable) = {sum_kernel<Half>,  sum_kernel<BFloat16>,
+                                                 sum_kernel<float>, sum_kernel<double>,
+                                                 sum_kernel<i32>,   sum_kernel<i64>};
 
 // Tasks that wait for their common launch.
 class Batch {
@@ -72,7 +77,8 @@ class Batch {
         npointers_ + task.nsources + task.ndestinations > TaskTable::kPointers) {
       launch();
     }
-    const u64 blocks = std::clamp(task.rows * task.row_bytes / kBytesPerBlock, u64{1}, kMaxBlocksPerTask);
+    const u64 blocks =
+        std::clamp(task.rows * task.row_bytes / kBytesPerBlock, u64{1}, kMaxBlocksPerTask);
     table_.entries[table_.nentries++] = {task.rows,
                                          task.row_bytes,
                                          task.source_pitch,
@@ -84,15 +90,17 @@ class Batch {
                                          static_cast<u16>(task.ndestinations)};
     table_.nblocks += static_cast<u32>(blocks);
     // The kernel reads sources through pointers to const.
-    for (u32 k = 0; k < task.nsources; ++k) table_.pointers[npointers_++] = const_cast<void*>(task.sources[k]);
-    for (u32 k = 0; k < task.ndestinations; ++k) table_.pointers[npointers_++] = task.destinations[k];
+    for (u32 k = 0; k < task.nsources; ++k)
+      table_.pointers[npointers_++] = const_cast<void*>(task.sources[k]);
+    for (u32 k = 0; k < task.ndestinations; ++k)
+      table_.pointers[npointers_++] = task.destinations[k];
   }
 
   void launch() {
     if (table_.nentries == 0) return;
     void* arguments[] = {&table_};
-    PP_CUDA(cudaLaunchKernel(reinterpret_cast<const void*>(kernel_), dim3(table_.nblocks), dim3(kThreads), arguments, 0,
-                             stream_));
+    PP_CUDA(cudaLaunchKernel(reinterpret_cast<const void*>(kernel_), dim3(table_.nblocks),
+                             dim3(kThreads), arguments, 0, stream_));
     table_.nentries = table_.nblocks = npointers_ = 0;
   }
 

@@ -17,14 +17,16 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     flag_kernel(const __grid_constant__ FlagArgs args, const __grid_constant__ LocalRanks local) {
   const u32 nchannels = args.shape.nchannels;
-  run_flag_ordered<T>(GpuContext{}, args, local.ranks[blockIdx.x / nchannels], blockIdx.x % nchannels);
+  run_flag_ordered<T>(GpuContext{}, args, local.ranks[blockIdx.x / nchannels],
+                      blockIdx.x % nchannels);
 }
 
 using FlagKernel = void (*)(FlagArgs, LocalRanks);
 constexpr FlagKernel kCopyKernel = flag_kernel<CopyOnly>;
 // By DType.
-constexpr FlagKernel kReduceKernels[kDTypes] = {flag_kernel<Half>,   flag_kernel<BFloat16>, flag_kernel<float>,
-                                                 flag_kernel<double>, flag_kernel<i32>,      flag_kernel<i64>};
+constexpr FlagKernel kReduceKernels[kDTypes] = {flag_kernel<Half>,  flag_kernel<BFloat16>,
+                                                flag_kernel<float>, flag_kernel<double>,
+                                                flag_kernel<i32>,   flag_kernel<i64>};
 
 u32 load(FlagKernel kernel) {
   const void* function = reinterpret_cast<const void*>(kernel);
@@ -48,8 +50,9 @@ void launch_flag_kernel(const FlagArgs& args, const LocalRanks& local, cudaStrea
   const FlagKernel kernel = copies ? kCopyKernel : kReduceKernels[static_cast<u32>(args.dtype)];
   // cudaLaunchCooperativeKernel takes pointers to arguments that it only reads.
   void* arguments[] = {const_cast<FlagArgs*>(&args), const_cast<LocalRanks*>(&local)};
-  PP_CUDA(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(local.count * args.shape.nchannels),
-                                      dim3(kThreads), arguments, 0, stream));
+  PP_CUDA(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel),
+                                      dim3(local.count * args.shape.nchannels), dim3(kThreads),
+                                      arguments, 0, stream));
 }
 
 }  // namespace pyparallel

@@ -1,4 +1,5 @@
-// The launchers of the kernels. Each acts on the current device and throws Error where CUDA refuses.
+// The launchers of the kernels. Each acts on the current device and throws Error where CUDA
+// refuses.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -8,8 +9,8 @@
 
 namespace pyparallel {
 
-// Loading is lazy by default and may wait for running kernels, which would hang a group of spinning kernels that is
-// launched half; so every kernel is loaded on every device before the first group.
+// Loading is lazy by default and may wait for running kernels, which would hang a group of spinning
+// kernels that is launched half; so every kernel is loaded on every device before the first group.
 void load_event_kernels();
 // Returns how many blocks of the largest flag-ordered kernel one multiprocessor holds.
 u32 load_flag_kernels();

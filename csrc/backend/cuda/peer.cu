@@ -1,6 +1,4 @@
 // The trial of a directed pair: one GPU stores a pattern into the other's memory and loads it back.
-#include "peer.h"
-
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +14,7 @@
 #include "../../check.h"
 #include "cuda_check.h"
 #include "device_guard.h"
+#include "peer.h"
 #include "stream_order.h"
 
 namespace pyparallel {
@@ -23,7 +22,8 @@ namespace {
 
 constexpr u32 kWords = 1u << 18;  // 1 MiB: many pages and many packets
 constexpr u32 kBlocks = 32, kThreads = 256;
-constexpr auto kTrialTime = std::chrono::seconds(10);  // a trial takes under 1 ms; broken peer access may hang
+constexpr auto kTrialTime =
+    std::chrono::seconds(10);  // a trial takes under 1 ms; broken peer access may hang
 
 PP_HD u32 pattern(u32 i, u32 seed) {
   const u32 x = (i + seed) * 0x9e3779b1u;
@@ -31,7 +31,8 @@ PP_HD u32 pattern(u32 i, u32 seed) {
 }
 
 __global__ void store_pattern(u32* to, u32 seed) {
-  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kWords; i += gridDim.x * blockDim.x) to[i] = pattern(i, seed);
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kWords; i += gridDim.x * blockDim.x)
+    to[i] = pattern(i, seed);
 }
 
 __global__ void load_pattern(const u32* from, u32 seed, u32* wrong) {
@@ -61,7 +62,8 @@ bool finished_in_time(cudaStream_t stream) {
   }
 }
 
-// What went wrong when kernels of `from` stored to and loaded from memory of `to`; empty if nothing did.
+// What went wrong when kernels of `from` stored to and loaded from memory of `to`; empty if nothing
+// did.
 std::string data_fault(int from, int to) {
   set_device(to);
   void* memory = nullptr;
@@ -94,11 +96,13 @@ std::string data_fault(int from, int to) {
       return "a kernel that used it did not finish";
     }
     set_device(to);
-    PP_CUDA(cudaMemcpyAsync(seen.data(), words, kWords * sizeof(u32), cudaMemcpyDeviceToHost, setup_stream(to)));
+    PP_CUDA(cudaMemcpyAsync(seen.data(), words, kWords * sizeof(u32), cudaMemcpyDeviceToHost,
+                            setup_stream(to)));
     PP_CUDA(cudaStreamSynchronize(setup_stream(to)));
     set_device(from);
     for (u32 i = 0; i < kWords; ++i) {
-      if (seen[i] != pattern(i, seed)) return message("word ", i, " was stored as ", pattern(i, seed), " and is ", seen[i]);
+      if (seen[i] != pattern(i, seed))
+        return message("word ", i, " was stored as ", pattern(i, seed), " and is ", seen[i]);
     }
     if (*wrong) return "loads gave other words than were stored";
   }
@@ -112,11 +116,13 @@ std::string pair_fault(int from, int to) {
   set_device(from);
   const cudaError_t enabled = cudaDeviceEnablePeerAccess(to, 0);
   cudaGetLastError();  // "already enabled", by torch for one, is success
-  if (enabled != cudaSuccess && enabled != cudaErrorPeerAccessAlreadyEnabled) return cudaGetErrorString(enabled);
+  if (enabled != cudaSuccess && enabled != cudaErrorPeerAccessAlreadyEnabled)
+    return cudaGetErrorString(enabled);
   std::string fault = data_fault(from, to);
   if (!fault.empty() && enabled == cudaSuccess) {
     set_device(from);
-    cudaDeviceDisablePeerAccess(to);  // because copies of others between the two would use it from now on
+    cudaDeviceDisablePeerAccess(
+        to);  // because copies of others between the two would use it from now on
     cudaGetLastError();
   }
   return fault;
@@ -129,7 +135,8 @@ Policy policy() {
   const std::string value = set ? set : "auto";
   if (value == "off") return Policy::kOff;
   if (value == "force") return Policy::kForce;
-  PP_CHECK_ARG(value == "auto" || value.empty(), "PYPARALLEL_P2P must be auto, off or force, but is ", value, ".");
+  PP_CHECK_ARG(value == "auto" || value.empty(),
+               "PYPARALLEL_P2P must be auto, off or force, but is ", value, ".");
   return Policy::kAuto;
 }
 
@@ -149,11 +156,14 @@ bool peer_access(std::span<const int> devices) {
       const std::pair pair(from, to);
       if (!faults.contains(pair)) faults.emplace(pair, pair_fault(from, to));
       if (faults[pair].empty()) continue;
-      const std::string text = message("GPU ", from, " cannot use the memory of GPU ", to, " (", faults[pair], ")");
+      const std::string text =
+          message("GPU ", from, " cannot use the memory of GPU ", to, " (", faults[pair], ")");
       PP_CHECK(wanted != Policy::kForce, "PYPARALLEL_P2P=force, but ", text, ".");
       if (!warned) {
-        std::fprintf(stderr, "pyparallel: %s; transfers go through host memory. PYPARALLEL_P2P=off silences this.\n",
-                     text.c_str());
+        std::fprintf(
+            stderr,
+            "pyparallel: %s; transfers go through host memory. PYPARALLEL_P2P=off silences this.\n",
+            text.c_str());
       }
       warned = true;
       return false;

@@ -20,8 +20,8 @@ struct ProcessStreams {
   cudaStream_t communication, setup;
 };
 
-// Made on first use of a device and never destroyed, because a communicator that is closed late, at exit, would
-// otherwise meet a destroyed stream.
+// Made on first use of a device and never destroyed, because a communicator that is closed late, at
+// exit, would otherwise meet a destroyed stream.
 const ProcessStreams& process_streams(int device) {
   static std::mutex mutex;
   static auto& streams = *new std::map<int, ProcessStreams>;
@@ -29,8 +29,9 @@ const ProcessStreams& process_streams(int device) {
   const auto found = streams.find(device);
   if (found != streams.end()) return found->second;
   set_device(device);
-  // Non-blocking, because the legacy stream of the caller must not serialise with ours behind our back; the highest
-  // priority, because the whole model waits for a transfer while only one device waits for a kernel of its own.
+  // Non-blocking, because the legacy stream of the caller must not serialise with ours behind our
+  // back; the highest priority, because the whole model waits for a transfer while only one device
+  // waits for a kernel of its own.
   int lowest = 0, highest = 0;
   PP_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
   ProcessStreams made{};
@@ -47,12 +48,14 @@ Event new_event() {
 
 cudaStream_t native(StreamHandle handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// A captured event can never be queried, so a group that is captured could never be bounded or reported.
+// A captured event can never be queried, so a group that is captured could never be bounded or
+// reported.
 void check_not_capturing(cudaStream_t stream, u32 rank) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   PP_CUDA(cudaStreamIsCapturing(stream, &status));
-  PP_CHECK(status == cudaStreamCaptureStatusNone, "pyparallel cannot run inside a CUDA graph capture, but the stream of rank ",
-           rank, " is being captured.");
+  PP_CHECK(status == cudaStreamCaptureStatusNone,
+           "pyparallel cannot run inside a CUDA graph capture, but the stream of rank ", rank,
+           " is being captured.");
 }
 
 }  // namespace
@@ -61,7 +64,8 @@ cudaStream_t setup_stream(int device) { return process_streams(device).setup; }
 
 StreamOrder::StreamOrder(std::span<const int> rank_devices) {
   for (const int id : rank_devices) {
-    const auto known = std::find_if(devices_.begin(), devices_.end(), [id](const Device& d) { return d.id == id; });
+    const auto known = std::find_if(devices_.begin(), devices_.end(),
+                                    [id](const Device& d) { return d.id == id; });
     rank_device_.push_back(static_cast<u32>(known - devices_.begin()));
     if (known == devices_.end()) {
       const cudaStream_t stream = process_streams(id).communication;
@@ -77,20 +81,23 @@ StreamOrder::StreamOrder(std::span<const int> rank_devices) {
 }
 
 void StreamOrder::begin(std::span<const StreamHandle> callers) {
-  PP_CHECK(callers.size() == rank_device_.size(), "begin: got ", callers.size(), " streams for ", rank_device_.size(),
-           " ranks.");
-  // Recorded for every rank before anything waits: a bad stream is found while nothing has been queued. The handle 0
-  // means the legacy stream of the current device, so the rank's device is made current first.
+  PP_CHECK(callers.size() == rank_device_.size(), "begin: got ", callers.size(), " streams for ",
+           rank_device_.size(), " ranks.");
+  // Recorded for every rank before anything waits: a bad stream is found while nothing has been
+  // queued. The handle 0 means the legacy stream of the current device, so the rank's device is
+  // made current first.
   for (u32 rank = 0; rank < callers.size(); ++rank) {
     set_device(device(device_index(rank)));
     check_not_capturing(native(callers[rank]), rank);
     PP_CUDA(cudaEventRecord(ready_[rank].get(), native(callers[rank])));
   }
-  // Ten minutes of backlog mean a caller's stream that never gets anywhere; the wait itself is ordinary back pressure.
+  // Ten minutes of backlog mean a caller's stream that never gets anywhere; the wait itself is
+  // ordinary back pressure.
   constexpr u64 kBacklogNs = 600'000'000'000;
   if (groups_ >= kOutstanding) {
     PP_CHECK(wait(groups_ + 1 - kOutstanding, kBacklogNs), kOutstanding,
-             " operations are queued and the oldest has not finished for 600 s. Is a stream of the caller stuck?");
+             " operations are queued and the oldest has not finished for 600 s. Is a stream of the "
+             "caller stuck?");
   }
   open_ = true;
   set_device(device(0));
@@ -106,7 +113,8 @@ void StreamOrder::join() {
     PP_CUDA(cudaEventRecord(devices_[d].arrived.get(), stream(d)));
   }
   set_device(device(0));
-  for (u32 d = 1; d < ndevices(); ++d) PP_CUDA(cudaStreamWaitEvent(stream(0), devices_[d].arrived.get(), 0));
+  for (u32 d = 1; d < ndevices(); ++d)
+    PP_CUDA(cudaStreamWaitEvent(stream(0), devices_[d].arrived.get(), 0));
 }
 
 void StreamOrder::fan_out(cudaEvent_t event) {
@@ -123,7 +131,8 @@ void StreamOrder::barrier() {
   fan_out(joined_.get());
 }
 
-// The first device's stream waits for all others, so that one event marks the end of the group everywhere.
+// The first device's stream waits for all others, so that one event marks the end of the group
+// everywhere.
 void StreamOrder::finish_group() {
   join();
   PP_CUDA(cudaEventRecord(group_end(groups_ + 1), stream(0)));
@@ -145,12 +154,14 @@ u64 StreamOrder::ticket() {
 }
 
 bool StreamOrder::finished(u64 ticket) {
-  // The event of an older group marks a younger one by now; begin() waited for the older one before that.
+  // The event of an older group marks a younger one by now; begin() waited for the older one before
+  // that.
   if (ticket + kOutstanding <= groups_ || ticket == 0) return true;
   set_device(device(0));
   const cudaError_t state = cudaEventQuery(group_end(ticket));
   if (state == cudaErrorNotReady) {
-    cudaGetLastError();  // because "not ready" counts as the last error in some releases of the runtime
+    cudaGetLastError();  // because "not ready" counts as the last error in some releases of the
+                         // runtime
     return false;
   }
   PP_CUDA(state);
@@ -163,8 +174,10 @@ bool StreamOrder::wait(u64 ticket, u64 timeout_ns) {
   while (!finished(ticket)) {
     const auto waited = Clock::now() - start;
     if (waited >= std::chrono::nanoseconds(timeout_ns)) return false;
-    // A transfer takes 10 us to 10 ms: poll without a pause at first, then leave the core to others.
-    if (waited > std::chrono::microseconds(200)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    // A transfer takes 10 us to 10 ms: poll without a pause at first, then leave the core to
+    // others.
+    if (waited > std::chrono::microseconds(200))
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   return true;
 }
