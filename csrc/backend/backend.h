@@ -32,7 +32,8 @@ class Backend {
   virtual const char* name() const = 0;
   // True: any rank's task may touch any rank's user memory, so event plans need no stages.
   virtual bool direct() const = 0;
-  // Blocks of a flag-ordered launch that can be resident at the same time, per rank, for any rank.
+  // Blocks of a flag-ordered launch that can be resident at the same time, per rank, for any rank. 0: blocks of all
+  // ranks cannot run at the same time here, and launch_flagged() must not be called.
   virtual u32 max_channels() const = 0;
 
   // Memory that every rank's kernels may touch, zeroed, aligned to 128 bytes. Not called in steady state.
