@@ -110,7 +110,7 @@ void* CudaBackend::allocate(u32 rank, u64 bytes) {
   if (error == cudaErrorMemoryAllocation) cudaGetLastError();
   PP_CHECK(error != cudaErrorMemoryAllocation, "CUDA out of memory: cuda:", device, " has no ",
            bytes, " bytes left for pyparallel's transfer buffers.");
-  PP_CUDA(error);
+  if (error != cudaSuccess) throw_cuda_error(error, "cudaMalloc");
   PP_CUDA(cudaMemsetAsync(memory, 0, bytes, setup_stream(device)));
   PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
   return memory;

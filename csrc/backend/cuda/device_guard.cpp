@@ -14,15 +14,13 @@ using SetCurrent = CUresult (*)(CUcontext);
 
 // Looked up through the runtime, so that the module needs no libcuda.so to be imported.
 void* driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
+  void* function = nullptr;  // stays null where the driver has no such function
 #if CUDART_VERSION >= 12050
-  PP_CUDA(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found));
+  PP_CUDA(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, nullptr));
 #else
-  PP_CUDA(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found));
+  PP_CUDA(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault));
 #endif
-  PP_CHECK(found == cudaDriverEntryPointSuccess && function, "The NVIDIA driver has no function ",
-           name, ".");
+  PP_CHECK(function, "The NVIDIA driver has no function ", name, ".");
   return function;
 }
 

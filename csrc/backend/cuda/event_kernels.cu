@@ -26,8 +26,8 @@ struct TableEntry {
 // Passed by value, because memory on the device would have to outlive the launch.
 struct TaskTable {
   static constexpr u32 kEntries = 48, kPointers = 216;
-  u32 nentries;
-  u32 nblocks;
+  u32 nentries = 0;
+  u32 nblocks = 0;
   TableEntry entries[kEntries];
   void* pointers[kPointers];
 };
@@ -62,15 +62,16 @@ __global__ void __launch_bounds__(kThreads, 1) sum_kernel(const __grid_constant_
              blockIdx.x - entry.first_block, entry.nblocks);
 }
 
+using TaskKernel = void (*)(TaskTable);
 // By DType.
-void (*const kSumKernels[kDTypes])(TaskTable) = {sum_kernel<Half>,  sum_kernel<BFloat16>,
-                                                 sum_kernel<float>, sum_kernel<double>,
-                                                 sum_kernel<i32>,   sum_kernel<i64>};
+constexpr TaskKernel kSumKernels[kDTypes] = {sum_kernel<Half>,  sum_kernel<BFloat16>,
+                                             sum_kernel<float>, sum_kernel<double>,
+                                             sum_kernel<i32>,   sum_kernel<i64>};
 
 // Tasks that wait for their common launch.
 class Batch {
  public:
-  Batch(void (*kernel)(TaskTable), cudaStream_t stream) : kernel_(kernel), stream_(stream) {}
+  Batch(TaskKernel kernel, cudaStream_t stream) : kernel_(kernel), stream_(stream) {}
 
   void add(const Task& task) {
     if (table_.nentries == TaskTable::kEntries ||
@@ -105,9 +106,9 @@ class Batch {
   }
 
  private:
-  void (*kernel_)(TaskTable);
+  TaskKernel kernel_;
   cudaStream_t stream_;
-  TaskTable table_{};
+  TaskTable table_;
   u32 npointers_ = 0;
 };
 
@@ -116,7 +117,7 @@ class Batch {
 void load_event_kernels() {
   cudaFuncAttributes attributes;
   PP_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(copy_kernel)));
-  for (const auto kernel : kSumKernels) {
+  for (const TaskKernel kernel : kSumKernels) {
     PP_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
   }
 }

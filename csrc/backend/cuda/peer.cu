@@ -56,7 +56,7 @@ bool finished_in_time(cudaStream_t stream) {
   while (true) {
     const cudaError_t state = cudaStreamQuery(stream);
     if (state == cudaSuccess) return true;
-    if (state != cudaErrorNotReady) throw_cuda_error(state, "cudaStreamQuery(stream)");
+    if (state != cudaErrorNotReady) throw_cuda_error(state, "cudaStreamQuery");
     if (std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }

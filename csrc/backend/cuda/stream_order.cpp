@@ -164,7 +164,7 @@ bool StreamOrder::finished(u64 ticket) {
                          // runtime
     return false;
   }
-  PP_CUDA(state);
+  if (state != cudaSuccess) throw_cuda_error(state, "cudaEventQuery");
   return true;
 }
 
