@@ -1,0 +1,484 @@
+"""The wrapper: constructor, attributes, pass-through, forward, subclasses, persistence."""
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from pyparallel.data_parallel import DataParallel, data_parallel
+from pyparallel.devices import virtual_devices
+
+CPU = torch.device("cpu")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without GPUs")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x, scale=1.0):
+        return self.norm(self.linear(x)) * scale
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def four_virtual_devices(monkeypatch):
+    monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", "4")
+
+
+# Construction.
+
+
+@pytest.mark.parametrize(
+    "device_ids, indices",
+    [
+        (["cpu:0", "cpu:1"], [0, 1]),
+        ([torch.device("cpu", 2), torch.device("cpu", 0)], [2, 0]),
+        ([CPU] * 3, [0, 1, 2]),
+        (["cpu", "cpu"], [0, 1]),
+        (virtual_devices(4), [0, 1, 2, 3]),
+        (("cpu:1", "cpu:1"), [1, 1]),
+    ],
+)
+def test_attributes_with_virtual_devices(device_ids, indices):
+    net = Net()
+    model = DataParallel(net, device_ids, dim=1)
+    assert model.module is net
+    assert model.device_ids == indices and all(type(i) is int for i in model.device_ids)
+    assert model.output_device == indices[0] and type(model.output_device) is int
+    assert model.src_device_obj == CPU and model.src_device_obj.index is None
+    assert model.dim == 1
+    assert isinstance(model, nn.DataParallel)
+
+
+def test_ints_and_none_are_virtual_devices_if_the_environment_says_so(four_virtual_devices):
+    assert DataParallel(Net()).device_ids == [0, 1, 2, 3]
+    model = DataParallel(Net().eval(), device_ids=[2, 1], output_device=1)
+    assert (model.device_ids, model.output_device) == ([2, 1], 1)
+    assert model(torch.ones(4, 3)).shape == (4, 2)
+
+
+def test_ints_keep_their_meaning_when_the_environment_changes(monkeypatch):
+    monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", "2")
+    model = DataParallel(Net())
+    monkeypatch.delenv("PYPARALLEL_VIRTUAL_DEVICES")
+    assert model(torch.ones(4, 3)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "output_device, expected",
+    [("cpu:1", 1), (torch.device("cpu", 1), 1), (1, 1), ("cpu", 0), (CPU, 0), (None, 0)],
+)
+def test_output_device(four_virtual_devices, output_device, expected):
+    model = DataParallel(Net().eval(), output_device=output_device)
+    assert model.output_device == expected
+    assert model(torch.ones(4, 3)).shape == (4, 2)
+
+
+def test_output_device_minus_1_is_host_memory_with_torchs_warning():
+    with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
+        model = DataParallel(Net(), virtual_devices(2), output_device=-1)
+    with pytest.warns(FutureWarning, match="Using -1"):
+        assert model.gather([torch.ones(1), torch.ones(1)], -1).tolist() == [1, 1]
+
+
+@no_gpu
+@pytest.mark.parametrize("device_ids", [None, [], [0, 1], ["cuda:0"], [torch.device("cuda", 1)]])
+def test_without_devices_the_module_runs_as_it_is(device_ids):
+    class Anything(nn.Module):
+        def forward(self, *args, **kwargs):
+            return args, kwargs
+
+    model = DataParallel(Anything(), device_ids, dim=2)
+    assert model.device_ids == [] and model.dim == 2
+    assert model.output_device is None and model.src_device_obj is None
+    x, thing = torch.ones(3), object()
+    args, kwargs = model(x, thing, key=x)
+    assert args[0] is x and args[1] is thing and kwargs["key"] is x
+
+
+@no_gpu
+def test_bad_devices_are_refused(four_virtual_devices):
+    with pytest.raises(ValueError, match="4 is not there"):
+        DataParallel(Net(), [4])
+    with pytest.raises(ValueError, match="0 is not there"):
+        DataParallel(Net(), ["cpu:0", "cuda:0"])
+    with pytest.raises(RuntimeError, match="non-negative device index, but got -3"):
+        DataParallel(Net(), [0, -3])
+    with pytest.raises(ValueError, match="but got: mps"):
+        DataParallel(Net(), ["mps:0"])
+
+
+def test_the_class_can_be_subscripted():
+    model: DataParallel[Net] = DataParallel[Net](Net(), virtual_devices(2))
+    assert type(model) is DataParallel
+
+
+def test_repr_is_torchs():
+    assert repr(DataParallel(nn.ReLU(), virtual_devices(2))) == (
+        "DataParallel(\n  (module): ReLU()\n)"
+    )
+
+
+# Forward.
+
+
+def by_chunks(net, x, n, **kwargs):
+    return torch.cat([net(chunk, **kwargs) for chunk in x.chunk(n)])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_outputs_are_those_of_the_chunks(n, batch):
+    net = Net().eval()
+    x = torch.randn(batch, 3)
+    model = DataParallel(net, virtual_devices(n))
+    torch.testing.assert_close(model(x, scale=2.0), by_chunks(net, x, n, scale=2.0))
+    torch.testing.assert_close(model(x=x), by_chunks(net, x, n))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), by_chunks(net, x, n))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), by_chunks(net, x, n))
+
+
+def test_training_after_an_inference_forward():
+    model = DataParallel(Net(), virtual_devices(2))
+    with torch.inference_mode():
+        model(torch.randn(4, 3))
+    model(torch.randn(4, 3)).sum().backward()
+    assert model.module.linear.weight.grad is not None
+
+
+def test_an_empty_batch_runs_on_all_ranks():
+    calls = []
+    net = nn.Linear(3, 2)
+    net.register_forward_hook(lambda module, args, output: calls.append(len(output)))
+    out = DataParallel(net, virtual_devices(3))(torch.empty(0, 3))
+    assert out.shape == (0, 2) and calls == [0, 0, 0]
+    out.sum().backward()
+    assert torch.equal(net.weight.grad, torch.zeros(2, 3))
+
+
+def test_without_arguments_the_first_device_runs_once():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.value = nn.Parameter(torch.ones(2))
+
+        def forward(self):
+            return self.value * 2
+
+    net = Constant()
+    out = DataParallel(net, virtual_devices(3))()
+    assert out.tolist() == [2, 2]
+    out.sum().backward()
+    assert net.value.grad.tolist() == [2, 2]
+
+
+def test_one_device_runs_the_module_itself():
+    class Self(nn.Module):
+        def forward(self, x):
+            return self, x
+
+    net = Self()
+    module, x = DataParallel(net, ["cpu:0"])(torch.ones(2))
+    assert module is net and x.tolist() == [1, 1]
+
+
+def test_another_dimension():
+    class Sum(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    x = torch.arange(10.0).view(2, 5)
+    assert torch.equal(DataParallel(Sum(), virtual_devices(3), dim=1)(x), x * 2)
+
+
+def test_a_module_elsewhere_is_refused_in_torchs_words():
+    model = DataParallel(nn.Linear(3, 2, device="meta"), virtual_devices(2))
+    expected = (
+        r"module must have its parameters and buffers on device cpu \(device_ids\[0\]\) "
+        r"but found one of them on device: meta"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        model(torch.ones(2, 3))
+
+
+def test_statistics_of_batch_norm_are_those_of_the_first_chunk():
+    net, reference = Net(), Net()
+    reference.load_state_dict(net.state_dict())
+    x = torch.randn(8, 3)
+    DataParallel(net, virtual_devices(2))(x)
+    reference(x[:4])
+    torch.testing.assert_close(net.norm.running_mean, reference.norm.running_mean)
+    assert net.norm.num_batches_tracked == 1
+
+
+def test_what_forward_changes_is_forgotten_but_lists_are_shared():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.seen = 0, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen.append(len(x))
+            return x + self.calls
+
+    net = Counter()
+    model = DataParallel(net, virtual_devices(2))
+    for _ in range(2):
+        assert model(torch.zeros(3)).tolist() == [1, 1, 1]
+    assert net.calls == 0 and net.seen == [2, 1, 2, 1]
+
+
+def test_every_change_of_the_module_is_seen_by_the_next_forward():
+    net = Net().eval()
+    model = DataParallel(net, virtual_devices(2))
+    x = torch.randn(4, 3)
+
+    def check():
+        torch.testing.assert_close(model(x), by_chunks(net, x, 2))
+
+    check()
+    net.linear.weight.data = torch.randn(2, 3)
+    check()
+    net.linear.bias = nn.Parameter(torch.randn(2))
+    check()
+    net.linear = nn.Linear(3, 2, bias=False)
+    check()
+    net.norm.running_mean.add_(1)
+    check()
+    net.double()
+    x = x.double()
+    check()
+
+
+def test_a_replica_that_fails_and_the_next_forward():
+    class Picky(nn.Module):
+        def forward(self, x):
+            if (x < 0).any():
+                raise ValueError("negative")
+            return x
+
+    model = DataParallel(Picky(), virtual_devices(3))
+    with pytest.raises(ValueError, match="negative") as caught:
+        model(torch.tensor([1.0, -1, 1]))
+    assert caught.value.__notes__ == ["Caught ValueError in replica 1 on device 1."]
+    assert model(torch.ones(3)).tolist() == [1, 1, 1]
+
+
+def test_a_recorded_write_to_a_parameter_is_refused():
+    class Writes(nn.Linear):
+        def forward(self, x):
+            self.weight.mul_(2)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        DataParallel(Writes(2, 2), virtual_devices(2))(torch.ones(2, 2))
+
+
+def test_parameters_work_inside_forward():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            assert next(self.parameters()).device == x.device
+            assert list(self.state_dict()) == ["linear.weight", "linear.bias"]
+            return self.linear(x.to(next(self.parameters()).dtype))
+
+    model = DataParallel(Inside(), virtual_devices(2))
+    for context in (contextlib.nullcontext, torch.no_grad):
+        with context():
+            assert model(torch.ones(4, 2)).shape == (4, 2)
+
+
+def test_hooks_of_the_wrapper_see_the_whole_batch():
+    seen = []
+    model = DataParallel(Net(), virtual_devices(2))
+    model.register_forward_hook(lambda m, args, out: seen.append((len(args[0]), len(out))))
+    model(torch.randn(4, 3))
+    assert seen == [(4, 4)]
+
+
+def test_autocast_reaches_the_replicas():
+    model = DataParallel(nn.Linear(3, 2), virtual_devices(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.randn(4, 3)).dtype == torch.bfloat16
+
+
+def test_wrappers_nest():
+    net = nn.Linear(3, 2)
+    inner = DataParallel(net, virtual_devices(2))
+    outer = DataParallel(nn.Sequential(inner, nn.ReLU()), virtual_devices(2))
+    x = torch.randn(8, 3)
+    out = outer(x)
+    torch.testing.assert_close(out, net(x).relu())
+    (grad,) = torch.autograd.grad(out.sum(), net.weight)
+    torch.testing.assert_close(grad, torch.autograd.grad(net(x).relu().sum(), net.weight)[0])
+
+
+def test_the_profiler_names_the_forward():
+    model = DataParallel(Net(), virtual_devices(2))
+    with profile() as profiler:
+        model(torch.randn(4, 3))
+    assert "DataParallel.forward" in {event.key for event in profiler.key_averages()}
+
+
+def test_no_reference_cycles():
+    model = DataParallel(Net(), virtual_devices(3))
+    gc.collect()
+    gc.disable()
+    try:
+        model(torch.randn(6, 3)).sum().backward()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_nothing_warns():
+    model = DataParallel(Net(), virtual_devices(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(4, 3)).sum().backward()
+
+
+# Subclasses.
+
+
+def test_subclasses_override_the_four_steps():
+    log = []
+
+    class Logged(DataParallel):
+        def replicate(self, module, device_ids):
+            log.append(("replicate", device_ids))
+            return super().replicate(module, device_ids)
+
+        def scatter(self, inputs, kwargs, device_ids):
+            log.append(("scatter", device_ids))
+            return super().scatter(inputs, kwargs, device_ids)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            log.append(("parallel_apply", len(replicas)))
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            log.append(("gather", output_device))
+            return super().gather(outputs, output_device)
+
+    net = Net().eval()
+    x = torch.randn(5, 3)
+    out = Logged(net, virtual_devices(4))(x)
+    assert out.shape == (5, 2)
+    assert log == [
+        ("scatter", [0, 1, 2, 3]),
+        ("replicate", [0, 1, 2]),
+        ("parallel_apply", 3),
+        ("gather", 0),
+    ]
+
+
+def test_a_subclass_may_change_the_replicas():
+    class Doubled(DataParallel):
+        def replicate(self, module, device_ids):
+            replicas = super().replicate(module, device_ids)
+            for replica in replicas:
+                doubled = replica.linear.weight * 2
+                doubled.__class__ = nn.Parameter
+                replica.linear._parameters["weight"] = doubled
+            return replicas
+
+    net = nn.Module()
+    net.linear = nn.Linear(2, 2, bias=False)
+    net.forward = net.linear.forward
+    Doubled(net, virtual_devices(2))(torch.ones(2, 2)).sum().backward()
+    assert torch.equal(net.linear.weight.grad, torch.full((2, 2), 4.0))
+
+
+def test_cooperative_inheritance():
+    class Framework(nn.DataParallel):
+        def __init__(self, module, device_ids=None, output_device=None):
+            super().__init__(module, device_ids, output_device)
+            self.extra = True
+
+    class Both(Framework, DataParallel):
+        pass
+
+    model = Both(Net(), virtual_devices(2))
+    assert model.extra and model.device_ids == [0, 1]
+    assert model(torch.randn(4, 3)).shape == (4, 2)
+
+
+# The wrapper as a module.
+
+
+def test_state_dict_has_torchs_keys():
+    net = Net()
+    model = DataParallel(net, virtual_devices(2))
+    assert list(model.state_dict()) == ["module." + key for key in net.state_dict()]
+    other = DataParallel(Net(), virtual_devices(2))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.module.linear.weight, net.linear.weight)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), "torch.save"],
+)
+def test_copies_work(duplicate):
+    model = DataParallel(Net().eval(), virtual_devices(2))
+    if duplicate == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    else:
+        other = duplicate(model)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(other(x), model(x))
+    assert other.module.linear.weight is not model.module.linear.weight
+    assert other.device_ids == [0, 1]
+
+
+# The function.
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_function_is_the_wrapper(n):
+    net = Net().eval()
+    x = torch.randn(5, 3)
+    expected = by_chunks(net, x, n, scale=3.0)
+    devices = virtual_devices(n)
+    torch.testing.assert_close(data_parallel(net, x, devices, None, 0, {"scale": 3.0}), expected)
+    torch.testing.assert_close(data_parallel(net, (x, 3.0), devices), expected)
+
+
+def test_the_function_without_inputs_and_without_devices():
+    class Constant(nn.Module):
+        def forward(self):
+            return torch.ones(2)
+
+    assert data_parallel(Constant(), None, virtual_devices(2)).tolist() == [1, 1]
+    assert data_parallel(nn.ReLU(), torch.tensor([-1.0]), []).tolist() == [0]
+
+
+def test_the_function_never_moves_the_module():
+    net = nn.Linear(2, 2, device="meta")
+    with pytest.raises(RuntimeError, match="found one of them on device: meta"):
+        data_parallel(net, torch.ones(1, 2), ["cpu:0"])
+    assert net.weight.device.type == "meta"
