@@ -12,25 +12,7 @@
 
 namespace py = pybind11;
 
-// Defined by CMakeLists.txt.
-#ifndef PP_ABI
-#define PP_ABI 1
-#endif
-#ifndef PP_VERSION
-#define PP_VERSION "0.0.0"
-#endif
-#ifndef PP_WITH_CUDA
-#define PP_WITH_CUDA 0
-#endif
-#ifndef PP_CUDA_VERSION
-#define PP_CUDA_VERSION ""
-#endif
-#ifndef PP_CUDA_TARGETS
-#define PP_CUDA_TARGETS ""
-#endif
-#ifndef PP_COMPILER
-#define PP_COMPILER "unknown"
-#endif
+// The PP_ macros below are defined by CMakeLists.txt.
 
 namespace pyparallel {
 namespace {

@@ -39,6 +39,14 @@ void stream(u8* to, const u8* from, u64 bytes) {
 #endif
 }
 
+void store(u8* to, const u8* from, u64 bytes, Stores stores) {
+  if (stores == Stores::kStreaming) {
+    stream(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
 // Because streaming stores are weakly ordered: without it a later release store could become
 // visible before them.
 void stream_fence() {
@@ -79,12 +87,7 @@ void copy(u8* const* destinations, u32 ndestinations, const u8* source, u64 byte
     const u64 length = std::min(block, bytes - begin);
     for (u32 m = 0; m < ndestinations; ++m) {
       u8* const to = destinations[m] + begin;
-      if (to == source + begin) continue;
-      if (stores == Stores::kStreaming) {
-        stream(to, source + begin, length);
-      } else {
-        std::memcpy(to, source + begin, length);
-      }
+      if (to != source + begin) store(to, source + begin, length, stores);
     }
   }
   if (stores == Stores::kStreaming) stream_fence();
@@ -96,6 +99,13 @@ void sum(DType dtype, u8* const* destinations, u32 ndestinations, const u8* cons
     sum_block(dtype, destinations[0], sources, nsources, bytes);
     return;
   }
+  // What was just read is in the cache, and storing past the cache would throw it out first.
+  Stores stores_to[kMaxRanks];
+  for (u32 m = 0; m < ndestinations; ++m) {
+    const bool in_place =
+        std::find(sources, sources + nsources, destinations[m]) != sources + nsources;
+    stores_to[m] = in_place ? Stores::kCached : stores;
+  }
   alignas(kLine) u8 total[kBlock];
   const u8* at[kMaxRanks];
   for (u64 begin = 0; begin < bytes; begin += kBlock) {
@@ -103,11 +113,7 @@ void sum(DType dtype, u8* const* destinations, u32 ndestinations, const u8* cons
     for (u32 k = 0; k < nsources; ++k) at[k] = sources[k] + begin;
     sum_block(dtype, total, at, nsources, length);
     for (u32 m = 0; m < ndestinations; ++m) {
-      if (stores == Stores::kStreaming) {
-        stream(destinations[m] + begin, total, length);
-      } else {
-        std::memcpy(destinations[m] + begin, total, length);
-      }
+      store(destinations[m] + begin, total, length, stores_to[m]);
     }
   }
   if (stores == Stores::kStreaming) stream_fence();
