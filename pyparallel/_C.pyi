@@ -1,19 +1,29 @@
-"""The compiled core. Pointers and stream handles are plain ints, sizes and offsets are bytes; nothing here knows torch."""
+"""The compiled core, which knows no torch.
+
+Pointers and stream handles are plain ints, sizes and offsets are bytes.
+"""
 
 from collections.abc import Sequence
 
 ABI: int
 
 def build_info() -> dict[str, object]:
-    """version, cuda (bool), cuda_version (str or None), cuda_targets (list of "sm_90"), compiler, built_with_nvcc."""
+    """What was built.
+
+    version, cuda (bool), cuda_version (str or None), cuda_targets (list of "sm_90"), compiler,
+    built_with_nvcc.
+    """
 
 def cuda_device_count() -> int:
-    """Devices that this build can drive; 0 without a driver or in a build without CUDA. Never raises."""
+    """Devices that this build can drive; 0 without a driver or without CUDA. Never raises."""
 
 def cuda_driver_version() -> str | None: ...
 
 class Communicator:
-    """See csrc/communicator.h. All methods release the GIL. Errors: ValueError for arguments, RuntimeError else."""
+    """See csrc/communicator.h. All methods release the GIL.
+
+    Errors: ValueError for arguments, RuntimeError else.
+    """
 
     def __init__(
         self,
