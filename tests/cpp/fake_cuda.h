@@ -1,0 +1,111 @@
+// A CUDA runtime that runs nothing: it keeps, for every stream, the set of work items that come
+// before what is queued next. Only what StreamOrder calls; a rule of CUDA that a call breaks ends
+// the program.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <set>
+
+#include "testing.h"
+
+using Work = std::set<int>;
+
+struct CUstream_st {
+  int device;
+  Work before;  // what has been queued, and what that waited for
+  bool capturing = false;
+};
+struct CUevent_st {
+  int device;
+  Work before;
+  bool recorded = false;
+};
+
+namespace fake {
+
+inline int current = -1;  // the current device; -1: no context, in which no call may be made
+inline int nevents = 0;   // events that exist
+inline int nworks = 0;
+inline Work done;  // work that has run
+inline std::map<int, CUstream_st> legacy_streams;
+
+inline CUstream_st& resolve(cudaStream_t stream) {
+  EXPECT(current >= 0, "a call without a current device");
+  if (stream) return *stream;
+  return legacy_streams.try_emplace(current, CUstream_st{current, {}}).first->second;
+}
+
+// Queues one item of work; returns its number and, in `before`, all that it comes after.
+inline int launch(cudaStream_t stream, Work& before) {
+  CUstream_st& to = resolve(stream);
+  before = to.before;
+  to.before.insert(++nworks);
+  return nworks;
+}
+
+inline void run_everything() {
+  for (int work = 1; work <= nworks; ++work) done.insert(work);
+}
+
+}  // namespace fake
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  EXPECT(fake::current >= 0);
+  *event = new CUevent_st{fake::current, {}};
+  ++fake::nevents;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  --fake::nevents;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  CUstream_st& from = fake::resolve(stream);
+  if (from.device != event->device) return cudaErrorInvalidResourceHandle;
+  event->before = from.before;
+  event->recorded = true;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  EXPECT(event->recorded, "a wait for an event that was never recorded waits for nothing");
+  fake::resolve(stream).before.insert(event->before.begin(), event->before.end());
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  EXPECT(fake::current >= 0 && event->recorded);
+  for (const int work : event->before) {
+    if (!fake::done.contains(work)) return cudaErrorNotReady;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  EXPECT(fake::current >= 0 && flags == cudaStreamNonBlocking);
+  *stream = new CUstream_st{fake::current, {}};
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const bool capturing = fake::resolve(stream).capturing;
+  *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  *lowest = 0;
+  *highest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+namespace pyparallel {
+
+void set_device(int device) { fake::current = device; }
+
+void throw_cuda_error(cudaError_t error, const char* call) {
+  throw Error(message("CUDA error ", static_cast<int>(error), " in ", call));
+}
+
+}  // namespace pyparallel
