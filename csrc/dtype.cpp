@@ -19,7 +19,8 @@ DType parse_dtype(std::string_view name) {
   for (u32 i = 0; i < kDTypes; ++i) {
     if (name == kNames[i]) return static_cast<DType>(i);
   }
-  throw ArgumentError(message("the core adds float16, bfloat16, float32, float64, int32 and int64, not ", name));
+  throw ArgumentError(
+      message("the core adds float16, bfloat16, float32, float64, int32 and int64, not ", name));
 }
 
 }  // namespace pyparallel

@@ -5,16 +5,23 @@
 
 namespace pyparallel {
 
-// Calls visit.template operator()<T>() with the element type of `dtype` and returns what it returns.
+// Calls visit.template operator()<T>() with the element type of `dtype` and returns what it
+// returns.
 template <class Visit>
 decltype(auto) with_element_type(DType dtype, Visit&& visit) {
   switch (dtype) {
-    case DType::kFloat16: return visit.template operator()<Half>();
-    case DType::kBFloat16: return visit.template operator()<BFloat16>();
-    case DType::kFloat32: return visit.template operator()<float>();
-    case DType::kFloat64: return visit.template operator()<double>();
-    case DType::kInt32: return visit.template operator()<i32>();
-    default: return visit.template operator()<i64>();
+    case DType::kFloat16:
+      return visit.template operator()<Half>();
+    case DType::kBFloat16:
+      return visit.template operator()<BFloat16>();
+    case DType::kFloat32:
+      return visit.template operator()<float>();
+    case DType::kFloat64:
+      return visit.template operator()<double>();
+    case DType::kInt32:
+      return visit.template operator()<i32>();
+    default:
+      return visit.template operator()<i64>();
   }
 }
 

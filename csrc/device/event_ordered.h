@@ -1,4 +1,5 @@
-// The bodies of event-ordered work: a block runs one part of a copy or of a sum. No flags, no barriers.
+// The bodies of event-ordered work: a block runs one part of a copy or of a sum. No flags, no
+// barriers.
 //
 // Parts are cut by bytes, so that all blocks have the same work whatever the rows are.
 #pragma once
@@ -8,16 +9,17 @@
 
 namespace pyparallel {
 
-// Rows of a strided copy: row i is row_bytes at source + i * source_pitch and destination + i * destination_pitch.
+// Rows of a strided copy: row i is row_bytes at source + i * source_pitch and destination + i *
+// destination_pitch.
 struct Rows {
   u64 count, bytes, source_pitch, destination_pitch;
 };
 
-// Words of W that all rows consist of. Each thread walks its words row by row with two additions a word, because
-// rows may be shorter than the block is wide.
+// Words of W that all rows consist of. Each thread walks its words row by row with two additions a
+// word, because rows may be shorter than the block is wide.
 template <class W, Context C, class Destinations>
-PP_D void copy_short_rows(const C& c, const Destinations& destinations, const u8* source, const Rows& rows,
-                          Range part) {
+PP_D void copy_short_rows(const C& c, const Destinations& destinations, const u8* source,
+                          const Rows& rows, Range part) {
   const u64 per_row = rows.bytes / sizeof(W), end = part.end() / sizeof(W);
   const u64 first = part.begin / sizeof(W) + c.tid();
   const u64 row_step = c.nthreads() / per_row, column_step = c.nthreads() % per_row;
@@ -39,15 +41,16 @@ PP_D void copy_short_rows(const C& c, const Destinations& destinations, const u8
 // Bits that must be 0 for words of a size to fit every row.
 template <class Destinations>
 PP_D u64 row_misalignment(const Destinations& destinations, const u8* source, const Rows& rows) {
-  u64 bits = reinterpret_cast<u64>(source) | rows.source_pitch | rows.destination_pitch | rows.bytes;
+  u64 bits =
+      reinterpret_cast<u64>(source) | rows.source_pitch | rows.destination_pitch | rows.bytes;
   for (u32 k = 0; k < destinations.size(); ++k) bits |= reinterpret_cast<u64>(destinations[k]);
   return bits;
 }
 
 // Part `part` of `nparts` of a copy of rows to every destination.
 template <Context C, class Destinations>
-PP_D void run_copy(const C& c, const Destinations& destinations, const u8* source, const Rows& rows, u32 part,
-                   u32 nparts) {
+PP_D void run_copy(const C& c, const Destinations& destinations, const u8* source, const Rows& rows,
+                   u32 part, u32 nparts) {
   const Range range = part_range({0, rows.count * rows.bytes}, nparts, part);
   if (range.bytes == 0) return;
   if (rows.count > 1 && rows.bytes < sizeof(Pack) * c.nthreads()) {
@@ -75,11 +78,12 @@ PP_D void run_copy(const C& c, const Destinations& destinations, const u8* sourc
 
 // Part `part` of `nparts` of a sum of `bytes` bytes of T.
 template <class T, Context C, class Destinations, class Sources>
-PP_D void run_sum(const C& c, const Destinations& destinations, const Sources& sources, u64 bytes, u32 part,
-                  u32 nparts) {
+PP_D void run_sum(const C& c, const Destinations& destinations, const Sources& sources, u64 bytes,
+                  u32 part, u32 nparts) {
   const Range range = part_range({0, bytes}, nparts, part);
   if (range.bytes == 0) return;
-  c.template sum<T>(moved(destinations, range.begin), moved(sources, range.begin), range.bytes / sizeof(T));
+  c.template sum<T>(moved(destinations, range.begin), moved(sources, range.begin),
+                    range.bytes / sizeof(T));
 }
 
 }  // namespace pyparallel

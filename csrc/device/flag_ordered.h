@@ -8,16 +8,16 @@ namespace pyparallel {
 // The element type of a collective that only copies.
 struct CopyOnly {};
 
-// One end of the connection that a block uses at the moment, in registers. Its counter goes back to memory when the
-// block turns to another peer, or leaves.
+// One end of the connection that a block uses at the moment, in registers. Its counter goes back to
+// memory when the block turns to another peer, or leaves.
 template <class End>
 struct OpenEnd {
   i32 peer = -1;
   End end{};
   u64 step = 0;  // slices that the connection has carried, as every thread of the block counts them
 
-  // Every thread reads the counter here and thread 0 wrote it: when the block turned away from this peer. The barriers
-  // of at least one primitive with another peer lie between.
+  // Every thread reads the counter here and thread 0 wrote it: when the block turned away from this
+  // peer. The barriers of at least one primitive with another peer lie between.
   template <Context C>
   PP_D void open(const C& c, const End* ends, i32 to, u32 nchannels, u32 channel) {
     if (to < 0 || to == peer) return;
@@ -36,9 +36,11 @@ struct OpenEnd {
   PP_D static u64* counter(const RecvEnd& recv) { return recv.received; }
 };
 
-// Moves one primitive's bytes, without a flag. `slot_in` and `slot_out` are null where the primitive has none.
+// Moves one primitive's bytes, without a flag. `slot_in` and `slot_out` are null where the
+// primitive has none.
 template <class T, Context C>
-PP_D void run_prim(const C& c, const RankBuffers& rank, const Prim& prim, const u8* slot_in, u8* slot_out) {
+PP_D void run_prim(const C& c, const RankBuffers& rank, const Prim& prim, const u8* slot_in,
+                   u8* slot_out) {
   const u8* input = rank.input + prim.offset;
   u8* output = rank.output + prim.offset;
   if constexpr (!std::same_as<T, CopyOnly>) {
@@ -63,9 +65,10 @@ PP_D void run_prim(const C& c, const RankBuffers& rank, const Prim& prim, const 
   }
 }
 
-// Runs block (rank, channel) of the collective in args.shape. T is the element type, or CopyOnly for a broadcast.
-// Every thread of the block calls this; blocks of all ranks and channels must be able to run at the same time.
-// Returns false if the block left early because a wait expired here or elsewhere: the connections are then unusable.
+// Runs block (rank, channel) of the collective in args.shape. T is the element type, or CopyOnly
+// for a broadcast. Every thread of the block calls this; blocks of all ranks and channels must be
+// able to run at the same time. Returns false if the block left early because a wait expired here
+// or elsewhere: the connections are then unusable.
 template <class T, Fault F = Fault::kNone, FlagOrderedContext C>
 PP_D bool run_flag_ordered(const C& c, const FlagArgs& args, u32 rank, u32 channel) {
   const FlagShape& shape = args.shape;
@@ -86,11 +89,12 @@ PP_D bool run_flag_ordered(const C& c, const FlagArgs& args, u32 rank, u32 chann
       if (recv) ok = wait_data<F>(c, args, data, in.end, in.step);
       if (ok && send) ok = wait_credit<F>(c, args, credit, out.end, out.step);
     }
-    // Before the copy, because only thread 0 has seen the flags; the same barrier tells all threads whether to leave.
-    // Pairs with the barrier after the copy of the primitive before.
+    // Before the copy, because only thread 0 has seen the flags; the same barrier tells all threads
+    // whether to leave. Pairs with the barrier after the copy of the primitive before.
     if constexpr (F != Fault::kNoBarrierBeforeCopy) ok = c.sync_and(ok);
     if (!ok) return false;
-    run_prim<T>(c, buffers, prim, recv ? in.end.slots + (in.step & slot_mask) * args.slot_bytes : nullptr,
+    run_prim<T>(c, buffers, prim,
+                recv ? in.end.slots + (in.step & slot_mask) * args.slot_bytes : nullptr,
                 send ? out.end.slots + (out.step & slot_mask) * args.slot_bytes : nullptr);
     // After the copy, because thread 0's posts speak for the loads and stores of all threads.
     if constexpr (F != Fault::kNoBarrierAfterCopy) c.sync();

@@ -25,16 +25,18 @@ class HostFlags {
 
   u64 relaxed(const u64* word) const { return reference(word).load(std::memory_order_relaxed); }
   u64 acquire(const u64* word) const { return reference(word).load(std::memory_order_acquire); }
-  void post(u64* word, u64 value) const { std::atomic_ref<u64>(*word).store(value, std::memory_order_release); }
+  void post(u64* word, u64 value) const {
+    std::atomic_ref<u64>(*word).store(value, std::memory_order_release);
+  }
 
   u64 now_ns() const {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
   }
 
-  // A peer on another core answers within some pauses. With more blocks than cores the peer needs this core, so then
-  // yield; and a peer that is late for longer is waited for asleep. Never a futex: its wait has no time limit, and a
-  // peer that never comes would hang it.
+  // A peer on another core answers within some pauses. With more blocks than cores the peer needs
+  // this core, so then yield; and a peer that is late for longer is waited for asleep. Never a
+  // futex: its wait has no time limit, and a peer that never comes would hang it.
   void pause(u64 polls, u64 waited_ns) const {
     if (polls <= 100) {
       relax_cpu();
@@ -45,7 +47,8 @@ class HostFlags {
     }
   }
 
-  // Relaxed, because the word carries no data: blocks that see it leave, and the host reads the record by `complete`.
+  // Relaxed, because the word carries no data: blocks that see it leave, and the host reads the
+  // record by `complete`.
   bool aborted(const u32* word) const {
     return std::atomic_ref<u32>(*const_cast<u32*>(word)).load(std::memory_order_relaxed) != 0;
   }
@@ -53,14 +56,17 @@ class HostFlags {
 
   bool claim(FailureRecord* record) const {
     u32 expected = 0;
-    return std::atomic_ref<u32>(record->claimed).compare_exchange_strong(expected, 1, std::memory_order_relaxed);
+    return std::atomic_ref<u32>(record->claimed)
+        .compare_exchange_strong(expected, 1, std::memory_order_relaxed);
   }
   void publish(FailureRecord* record) const {
     std::atomic_ref<u32>(record->complete).store(1, std::memory_order_release);
   }
 
  private:
-  static std::atomic_ref<u64> reference(const u64* word) { return std::atomic_ref<u64>(*const_cast<u64*>(word)); }
+  static std::atomic_ref<u64> reference(const u64* word) {
+    return std::atomic_ref<u64>(*const_cast<u64*>(word));
+  }
 };
 
 }  // namespace pyparallel

@@ -1,5 +1,5 @@
-// The plain inner loops, for any context with load() and store(): copies and sums with 16-byte packs where all pointers
-// allow it, after a head and before a tail of single elements.
+// The plain inner loops, for any context with load() and store(): copies and sums with 16-byte
+// packs where all pointers allow it, after a head and before a tail of single elements.
 #pragma once
 #include "context.h"
 #include "numeric.h"
@@ -12,8 +12,10 @@ PP_HD u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer); 
 template <class Destinations, class Sources>
 PP_D bool same_alignment(const Destinations& destinations, const Sources& sources, u64 width) {
   u64 differences = 0;
-  for (u32 k = 0; k < sources.size(); ++k) differences |= address(sources[k]) ^ address(destinations[0]);
-  for (u32 k = 1; k < destinations.size(); ++k) differences |= address(destinations[k]) ^ address(destinations[0]);
+  for (u32 k = 0; k < sources.size(); ++k)
+    differences |= address(sources[k]) ^ address(destinations[0]);
+  for (u32 k = 1; k < destinations.size(); ++k)
+    differences |= address(destinations[k]) ^ address(destinations[0]);
   return (differences & (width - 1)) == 0;
 }
 
@@ -23,11 +25,12 @@ PP_HD u64 head_bytes(const void* pointer, u64 width, u64 bytes) {
   return head < bytes ? head : bytes;
 }
 
-// ---------------------------------------------------------------------------------------------------- copies
+// ---- Copies ----------------------------------------------------------------------------------
 
 // Copies words [0, count) at `offset` bytes, thread by thread, kUnroll words in flight a thread.
 template <class W, u32 kUnroll, Context C, class Destinations>
-PP_D void copy_words(const C& c, const Destinations& destinations, const u8* source, u64 offset, u64 count) {
+PP_D void copy_words(const C& c, const Destinations& destinations, const u8* source, u64 offset,
+                     u64 count) {
   const W* from = reinterpret_cast<const W*>(source + offset);
   const u64 stride = c.nthreads();
   u64 i = c.tid();
@@ -43,7 +46,8 @@ PP_D void copy_words(const C& c, const Destinations& destinations, const u8* sou
   }
   for (; i < count; i += stride) {
     const W word = c.load(from + i);
-    for (u32 k = 0; k < destinations.size(); ++k) c.store(reinterpret_cast<W*>(destinations[k] + offset) + i, word);
+    for (u32 k = 0; k < destinations.size(); ++k)
+      c.store(reinterpret_cast<W*>(destinations[k] + offset) + i, word);
   }
 }
 
@@ -72,7 +76,7 @@ PP_D void copy_loop(const C& c, const Destinations& destinations, const u8* sour
   }
 }
 
-// ------------------------------------------------------------------------------------------------------ sums
+// ---- Sums ------------------------------------------------------------------------------------
 
 template <class T>
 constexpr u32 kPackElements = sizeof(Pack) / sizeof(T);
@@ -95,11 +99,11 @@ PP_D Pack narrow_pack(const Accumulator<T> (&values)[kPackElements<T>]) {
   return pack;
 }
 
-// Sums packs i, i + stride, ... (kUnroll of them) and stores them. All sources are read before any destination is
-// written, because a destination may be a source.
+// Sums packs i, i + stride, ... (kUnroll of them) and stores them. All sources are read before any
+// destination is written, because a destination may be a source.
 template <class T, u32 kUnroll, Context C, class Destinations, class Sources>
-PP_D void sum_packs(const C& c, const Destinations& destinations, const Sources& sources, u64 offset, u64 i,
-                    u64 stride) {
+PP_D void sum_packs(const C& c, const Destinations& destinations, const Sources& sources,
+                    u64 offset, u64 i, u64 stride) {
   Accumulator<T> sums[kUnroll][kPackElements<T>];
   const Pack* first = reinterpret_cast<const Pack*>(sources[0] + offset);
   PP_UNROLL
@@ -129,20 +133,23 @@ PP_D void sum_packs(const C& c, const Destinations& destinations, const Sources&
 
 // Elements [begin, end), one at a time.
 template <class T, Context C, class Destinations, class Sources>
-PP_D void sum_elements(const C& c, const Destinations& destinations, const Sources& sources, u64 begin, u64 end) {
+PP_D void sum_elements(const C& c, const Destinations& destinations, const Sources& sources,
+                       u64 begin, u64 end) {
   for (u64 i = begin + c.tid(); i < end; i += c.nthreads()) {
     Accumulator<T> sum = widen<T>(c.load(reinterpret_cast<const T*>(sources[0]) + i));
     for (u32 k = 1; k < sources.size(); ++k) {
       sum = sum + widen<T>(c.load(reinterpret_cast<const T*>(sources[k]) + i));
     }
     const T result = narrow<T>(sum);
-    for (u32 k = 0; k < destinations.size(); ++k) c.store(reinterpret_cast<T*>(destinations[k]) + i, result);
+    for (u32 k = 0; k < destinations.size(); ++k)
+      c.store(reinterpret_cast<T*>(destinations[k]) + i, result);
   }
 }
 
 // LoopContext::sum for any context. The same element is always summed by one thread, in one go.
 template <class T, u32 kUnroll, Context C, class Destinations, class Sources>
-PP_D void sum_loop(const C& c, const Destinations& destinations, const Sources& sources, u64 count) {
+PP_D void sum_loop(const C& c, const Destinations& destinations, const Sources& sources,
+                   u64 count) {
   u64 head = count, packs = 0;
   if (same_alignment(destinations, sources, sizeof(Pack))) {
     head = head_bytes(sources[0], sizeof(Pack), count * sizeof(T)) / sizeof(T);

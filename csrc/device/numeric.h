@@ -1,7 +1,9 @@
-// Element types of sums: how each is widened, added and rounded. Bits are equal on host and device, NaN payloads aside.
+// Element types of sums: how each is widened, added and rounded. Bits are equal on host and device,
+// NaN payloads aside.
 //
-// 16-bit floats add in fp32 and round once, to nearest even; a NaN is stored as 0x7fff, which is what GPUs store.
-// Integers add as unsigned, so that overflow wraps on the host too instead of being undefined.
+// 16-bit floats add in fp32 and round once, to nearest even; a NaN is stored as 0x7fff, which is
+// what GPUs store. Integers add as unsigned, so that overflow wraps on the host too instead of
+// being undefined.
 #pragma once
 #include "../base.h"
 #if defined(__CUDACC__)
@@ -81,7 +83,8 @@ inline float widen<Half>(Half value) {
   // Normal numbers need a new exponent bias (127 - 15); infinities and NaNs the largest exponent.
   const u32 normal = (magnitude << 13) + (112u << 23);
   const u32 special = (magnitude << 13) | 0x7f800000u;
-  // Subnormals are magnitude * 2^-24: placed in the mantissa of 0.5 (where a unit is 2^-24), 0.5 is taken away.
+  // Subnormals are magnitude * 2^-24: placed in the mantissa of 0.5 (where a unit is 2^-24), 0.5 is
+  // taken away.
   const u32 subnormal = std::bit_cast<u32>(std::bit_cast<float>(0x3f000000u + magnitude) - 0.5f);
   const u32 bits = magnitude >= 0x7c00u ? special : magnitude < 0x0400u ? subnormal : normal;
   return std::bit_cast<float>(bits | sign);

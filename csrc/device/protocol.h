@@ -26,7 +26,8 @@ struct WaitFor {
 
 // Says which wait expired (the first to claim the record does) and tells every block to leave.
 template <FlagOrderedContext C>
-PP_D void report_expired(const C& c, const FlagArgs& args, const WaitFor& wait, u64 wanted, u64 seen) {
+PP_D void report_expired(const C& c, const FlagArgs& args, const WaitFor& wait, u64 wanted,
+                         u64 seen) {
   if (c.claim(args.failure)) {
     FailureRecord& record = *args.failure;
     record.rank = wait.rank;
@@ -41,11 +42,12 @@ PP_D void report_expired(const C& c, const FlagArgs& args, const WaitFor& wait, 
   c.abort(args.abort_word);
 }
 
-// Polls `word` until it has reached `wanted`; false if another block aborted or this wait has expired, and then the
-// block must leave without touching a slot. The first look at the clock comes after kPollsPerClock polls: short waits
-// never read it.
+// Polls `word` until it has reached `wanted`; false if another block aborted or this wait has
+// expired, and then the block must leave without touching a slot. The first look at the clock comes
+// after kPollsPerClock polls: short waits never read it.
 template <Fault F = Fault::kNone, FlagOrderedContext C>
-PP_D bool wait_reached(const C& c, const FlagArgs& args, const WaitFor& wait, const u64* word, u64 wanted) {
+PP_D bool wait_reached(const C& c, const FlagArgs& args, const WaitFor& wait, const u64* word,
+                       u64 wanted) {
   u64 started = 0, waited = 0;
   for (u64 polls = 1;; ++polls) {
     const u64 seen = c.relaxed(word);
@@ -62,29 +64,33 @@ PP_D bool wait_reached(const C& c, const FlagArgs& args, const WaitFor& wait, co
     }
     c.pause(polls, waited);
   }
-  // One acquire after the relaxed polls, because the block is about to read (data) or overwrite (credit) what the peer
-  // touched before its post; in the loop it would only cost. Pairs with post_slice() at the peer.
+  // One acquire after the relaxed polls, because the block is about to read (data) or overwrite
+  // (credit) what the peer touched before its post; in the loop it would only cost. Pairs with
+  // post_slice() at the peer.
   if constexpr (F != Fault::kNoAcquire) c.acquire(word);
   return true;
 }
 
 // Waits for slice `step` (counted from 0 since the connection was made) to arrive.
 template <Fault F, FlagOrderedContext C>
-PP_D bool wait_data(const C& c, const FlagArgs& args, const WaitFor& wait, const RecvEnd& recv, u64 step) {
+PP_D bool wait_data(const C& c, const FlagArgs& args, const WaitFor& wait, const RecvEnd& recv,
+                    u64 step) {
   const u64 wanted = step + (F == Fault::kOffByOneSlice ? 0 : 1);
   return wait_reached<F>(c, args, wait, recv.tail, wanted);
 }
 
-// Waits until the slot of slice `step` is free: until the receiver has consumed the slice that used it before.
+// Waits until the slot of slice `step` is free: until the receiver has consumed the slice that used
+// it before.
 template <Fault F, FlagOrderedContext C>
-PP_D bool wait_credit(const C& c, const FlagArgs& args, const WaitFor& wait, const SendEnd& send, u64 step) {
+PP_D bool wait_credit(const C& c, const FlagArgs& args, const WaitFor& wait, const SendEnd& send,
+                      u64 step) {
   const u64 wanted = step + 1 - args.shape.slots - (F == Fault::kEarlyCredit ? 1 : 0);
   return wait_reached<F>(c, args, wait, send.credits, wanted);
 }
 
-// Tells the peer that one more slice is there (its tail) or consumed (its credits). Call after a barrier of the block: the
-// barrier orders the block's loads and stores before this release, and the release makes them precede whatever the peer
-// does after its acquire in wait_reached().
+// Tells the peer that one more slice is there (its tail) or consumed (its credits). Call after a
+// barrier of the block: the barrier orders the block's loads and stores before this release, and
+// the release makes them precede whatever the peer does after its acquire in wait_reached().
 template <Fault F, FlagOrderedContext C>
 PP_D void post_slice(const C& c, u64* peer_word, u64 count) {
   if constexpr (F == Fault::kRelaxedPost) {

@@ -4,7 +4,8 @@
 namespace pyparallel {
 namespace {
 
-EventPlan direct_broadcast(u32 root, std::span<const u32> peers, std::span<const Segment> segments) {
+EventPlan direct_broadcast(u32 root, std::span<const u32> peers,
+                           std::span<const Segment> segments) {
   PlanBuilder builder;
   std::vector<Place> destinations;
   for (u32 k = 0; k < segments.size(); ++k) {
@@ -34,14 +35,17 @@ EventPlan plan_broadcast(u32 nranks, u32 root, std::span<const Segment> segments
     const Range window = piece_range(whole, staging.slot_bytes, w);
     visit_segments(segments, window, [&](u32 k, Range range) {
       destinations.clear();
-      for (u32 peer : peers) destinations.push_back(slots.packed(peer, w, range.begin - window.begin));
-      builder.copy(w, root, {root, Memory::kInput, k, range.begin - segments[k].offset}, destinations, range.bytes);
+      for (u32 peer : peers)
+        destinations.push_back(slots.packed(peer, w, range.begin - window.begin));
+      builder.copy(w, root, {root, Memory::kInput, k, range.begin - segments[k].offset},
+                   destinations, range.bytes);
     });
     const std::vector<Run> runs = find_runs(segments, {}, window, 0);
     for (u32 peer : peers) {
       for (const Run& run : runs) {
         const Place output{peer, Memory::kOutput, 0, run.range.begin};
-        builder.copy(w + 1, peer, slots.packed(peer, w, run.range.begin - window.begin), {&output, 1}, run.range.bytes);
+        builder.copy(w + 1, peer, slots.packed(peer, w, run.range.begin - window.begin),
+                     {&output, 1}, run.range.bytes);
       }
     }
   }

@@ -1,9 +1,9 @@
 // Chains: one slice after the other from rank to rank, each rank passing on what it received.
 //
 // Broadcast runs root, root + 1, ... around the ring and ends at root - 1.
-// Reduce runs 0, 1, ..., n - 1 whatever the root is, and then hops from n - 1 to root: the sum is taken in rank order,
-// starting from rank 0's value, so it has the bits that owner-reduce has (16-bit types round at each hop and form
-// another bit class).
+// Reduce runs 0, 1, ..., n - 1 whatever the root is, and then hops from n - 1 to root: the sum is
+// taken in rank order, starting from rank 0's value, so it has the bits that owner-reduce has
+// (16-bit types round at each hop and form another bit class).
 #pragma once
 #include "flag_shape.h"
 
@@ -26,7 +26,9 @@ PP_HD constexpr Prim broadcast_prim_at(const FlagShape& shape, u32 rank, u32 cha
 }
 
 // Whether the sum ends at n - 1 and still has to go to the root.
-PP_HD constexpr bool reduce_has_hop(const FlagShape& shape) { return shape.root != shape.nranks - 1; }
+PP_HD constexpr bool reduce_has_hop(const FlagShape& shape) {
+  return shape.root != shape.nranks - 1;
+}
 
 PP_HD constexpr u64 reduce_prim_count(const FlagShape& shape, u32 rank, u32 channel) {
   const u64 slices = piece_count(channel_range(shape, channel), shape.slice_bytes);
@@ -35,11 +37,12 @@ PP_HD constexpr u64 reduce_prim_count(const FlagShape& shape, u32 rank, u32 chan
 
 // How many slices the root adds and sends on before it takes its first result.
 //
-// Slices leave the root over `hops` connections root, root + 1, ..., n - 1, root, which hold slots slices each. With
-// a lag of at most hops * slots, everything that the root has sent and not yet taken back fits into these slots. So
-// when the root waits for a credit, the slices ahead can move on without any result being taken, and when it waits
-// for a result, it has sent that slice already: neither wait depends on a later primitive of the root, and no other
-// rank has two kinds of primitives. One slice per hop keeps every rank of the way busy; the second absorbs jitter.
+// Slices leave the root over `hops` connections root, root + 1, ..., n - 1, root, which hold slots
+// slices each. With a lag of at most hops * slots, everything that the root has sent and not yet
+// taken back fits into these slots. So when the root waits for a credit, the slices ahead can move
+// on without any result being taken, and when it waits for a result, it has sent that slice
+// already: neither wait depends on a later primitive of the root, and no other rank has two kinds
+// of primitives. One slice per hop keeps every rank of the way busy; the second absorbs jitter.
 PP_HD constexpr u64 reduce_lag(const FlagShape& shape, u64 slices) {
   const u64 hops = shape.nranks - shape.root;
   return min_u64(slices, hops * (shape.slots < 2 ? shape.slots : 2));
@@ -47,7 +50,9 @@ PP_HD constexpr u64 reduce_lag(const FlagShape& shape, u64 slices) {
 
 PP_HD constexpr Prim reduce_chain_prim(const FlagShape& shape, u32 rank, u32 channel, u64 i) {
   const bool last = rank == shape.nranks - 1;
-  const i32 next = !last ? static_cast<i32>(rank + 1) : reduce_has_hop(shape) ? static_cast<i32>(shape.root) : -1;
+  const i32 next = !last                   ? static_cast<i32>(rank + 1)
+                   : reduce_has_hop(shape) ? static_cast<i32>(shape.root)
+                                           : -1;
   const Range slice = piece_range(channel_range(shape, channel), shape.slice_bytes, i);
   return {.recv_from = static_cast<i32>(rank) - 1,
           .send_to = next,
@@ -68,7 +73,8 @@ PP_HD constexpr Prim reduce_result_prim(const FlagShape& shape, u32 channel, u64
 }
 
 PP_HD constexpr Prim reduce_prim_at(const FlagShape& shape, u32 rank, u32 channel, u64 i) {
-  if (rank != shape.root || !reduce_has_hop(shape)) return reduce_chain_prim(shape, rank, channel, i);
+  const bool takes_results = rank == shape.root && reduce_has_hop(shape);
+  if (!takes_results) return reduce_chain_prim(shape, rank, channel, i);
   // lag chain primitives, then result and chain in turn, then lag results.
   const u64 slices = piece_count(channel_range(shape, channel), shape.slice_bytes);
   const u64 lag = reduce_lag(shape, slices);

@@ -1,17 +1,20 @@
-// Event-ordered plans: which rank moves which bytes in which step. Pure: no pointer, no thread, no CUDA type.
+// Event-ordered plans: which rank moves which bytes in which step. Pure: no pointer, no thread, no
+// CUDA type.
 //
-// A plan is a list of steps. Moves of one step may run in any order or at the same time; all moves of step s
-// have finished before any move of step s + 1 starts (the backend orders steps with events). Nothing spins.
+// A plan is a list of steps. Moves of one step may run in any order or at the same time; all moves
+// of step s have finished before any move of step s + 1 starts (the backend orders steps with
+// events). Nothing spins.
 //
-// Where a kernel may not touch another rank's user memory (GPUs), data cross through stages: memory of ours, one
-// region a rank. A staged move touches inputs and outputs of its executor only. Where it may (virtual devices),
-// `direct` plans go straight from input to output, in one step.
+// Where a kernel may not touch another rank's user memory (GPUs), data cross through stages: memory
+// of ours, one region a rank. A staged move touches inputs and outputs of its executor only. Where
+// it may (virtual devices), `direct` plans go straight from input to output, in one step.
 //
-// Staged plans cut the payload into windows of one slot. Phase p of window w runs in step w + p, so that the phases of
-// consecutive windows overlap. A stage has kStageSlots slots. What phase 0 puts into stages (packed or pushed) lies in
-// slot w % kStageSlots; sums, which phase 1 makes of it, lie in slot (w + 3) % kStageSlots. In step s the slots in use
-// are s (being packed), s - 1 = s + 3 (being summed), s + 2 (sums being stored) and s + 1 (sums being unpacked): four
-// different ones, and each was last read in an earlier step.
+// Staged plans cut the payload into windows of one slot. Phase p of window w runs in step w + p, so
+// that the phases of consecutive windows overlap. A stage has kStageSlots slots. What phase 0 puts
+// into stages (packed or pushed) lies in slot w % kStageSlots; sums, which phase 1 makes of it, lie
+// in slot (w + 3) % kStageSlots. In step s the slots in use are s (being packed), s - 1 = s + 3
+// (being summed), s + 2 (sums being stored) and s + 1 (sums being unpacked): four different ones,
+// and each was last read in an earlier step.
 #pragma once
 #include <span>
 #include <vector>
@@ -24,7 +27,8 @@ constexpr u32 kStageSlots = 4;
 
 enum class Memory : u8 { kInput, kOutput, kStage };
 
-// A byte position. `segment` counts the pieces of a rank's input (kInput only; outputs and stages are contiguous).
+// A byte position. `segment` counts the pieces of a rank's input (kInput only; outputs and stages
+// are contiguous).
 struct Place {
   u32 rank;
   Memory memory;
@@ -32,13 +36,13 @@ struct Place {
   u64 offset;
 };
 
-// Copies one source to every destination, or adds the sources in the order given and stores the sum to every
-// destination. Rows are row_bytes long; a contiguous move has one row. Sums have one row.
+// Copies one source to every destination, or adds the sources in the order given and stores the sum
+// to every destination. Rows are row_bytes long; a contiguous move has one row. Sums have one row.
 struct Move {
   u32 step;
-  u32 executor;      // the rank whose device runs it
+  u32 executor;  // the rank whose device runs it
   bool sum;
-  u32 first_place;   // places[first_place ...): nsources sources, then ndestinations destinations
+  u32 first_place;  // places[first_place ...): nsources sources, then ndestinations destinations
   u32 nsources, ndestinations;
   u64 rows, row_bytes, source_pitch, destination_pitch;
 };
@@ -61,30 +65,36 @@ struct Staging {
 };
 
 // The bytes of a rank's stage, which a place with Memory::kStage is an offset into.
-constexpr u64 stage_bytes(Staging staging) { return staging.direct ? 0 : kStageSlots * staging.slot_bytes; }
+constexpr u64 stage_bytes(Staging staging) {
+  return staging.direct ? 0 : kStageSlots * staging.slot_bytes;
+}
 
-// Root's segments to every other rank's flat output at the segments' offsets. Segments ascend and do not overlap; bytes
-// of the outputs between segments are not touched.
+// Root's segments to every other rank's flat output at the segments' offsets. Segments ascend and
+// do not overlap; bytes of the outputs between segments are not touched.
 EventPlan plan_broadcast(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging);
 
-// Sums the ranks' segments in rank order into root's flat output. Bit r of present[k]: rank r has segment k;
-// at least one rank has each. Owners of shards are the n - 1 other ranks (the only rank when nranks is 1).
-EventPlan plan_reduce_add(u32 nranks, u32 root, std::span<const Segment> segments, std::span<const u32> present,
-                          u32 element_bytes, Staging staging);
+// Sums the ranks' segments in rank order into root's flat output. Bit r of present[k]: rank r has
+// segment k; at least one rank has each. Owners of shards are the n - 1 other ranks (the only rank
+// when nranks is 1).
+EventPlan plan_reduce_add(u32 nranks, u32 root, std::span<const Segment> segments,
+                          std::span<const u32> present, u32 element_bytes, Staging staging);
 
-// Every rank's contiguous input summed in rank order into every rank's output; output may be input (in place).
+// Every rank's contiguous input summed in rank order into every rank's output; output may be input
+// (in place).
 EventPlan plan_all_reduce(u32 nranks, u64 bytes, u32 element_bytes, Staging staging);
 
-// One rank's share of a matrix of `rows` rows: columns [offset, offset + bytes) of each row. bytes 0: no share.
+// One rank's share of a matrix of `rows` rows: columns [offset, offset + bytes) of each row. bytes
+// 0: no share.
 struct Share {
   u64 offset, bytes;
 };
 
-// Scatter: root's input of rows x pitch bytes; rank r's output is contiguous, rows x shares[r].bytes.
-// Gather: the reverse. Ranks whose bit in `skip` is set are left out (their piece is already where it belongs).
-EventPlan plan_scatter(u32 nranks, u32 root, u64 rows, u64 pitch, std::span<const Share> shares, u32 skip,
-                       Staging staging);
-EventPlan plan_gather(u32 nranks, u32 root, u64 rows, u64 pitch, std::span<const Share> shares, u32 skip,
-                      Staging staging);
+// Scatter: root's input of rows x pitch bytes; rank r's output is contiguous, rows x
+// shares[r].bytes. Gather: the reverse. Ranks whose bit in `skip` is set are left out (their piece
+// is already where it belongs).
+EventPlan plan_scatter(u32 nranks, u32 root, u64 rows, u64 pitch, std::span<const Share> shares,
+                       u32 skip, Staging staging);
+EventPlan plan_gather(u32 nranks, u32 root, u64 rows, u64 pitch, std::span<const Share> shares,
+                      u32 skip, Staging staging);
 
 }  // namespace pyparallel

@@ -10,23 +10,26 @@ enum class FlagAlgorithm : u32 { kChainBroadcast, kChainReduce, kRingAllReduce }
 struct FlagShape {
   FlagAlgorithm algorithm;
   u32 nranks, root, nchannels;
-  u32 slots;          // per connection and channel; a power of two, so that slot indices survive counter wrap
+  u32 slots;  // per connection and channel; a power of two: step & (slots - 1) survives wrap
   u32 element_bytes;  // 1 for copies
   u64 bytes;          // of the whole payload
   u64 slice_bytes;    // between two flags; a multiple of kUnit, at most the size of a slot
 };
 
-// recv -> combine -> store/send. With recv and input both set, the result is received + input (in this order);
-// otherwise it is the one that is set. The result goes to the output, to the next rank's slot, or to both.
+// recv -> combine -> store/send. With recv and input both set, the result is received + input (in
+// this order); otherwise it is the one that is set. The result goes to the output, to the next
+// rank's slot, or to both.
 struct Prim {
   i32 recv_from;  // rank, or -1
   i32 send_to;    // rank, or -1
   bool read_input, write_output;
-  u64 offset, bytes;  // in input and output alike; a ring's shards may be empty, and then flags alone move
+  // In input and output alike. Shards of a ring may be empty, and then flags alone move.
+  u64 offset, bytes;
 };
 
-// A ring needs two slots: all ranks send before they receive, and with one slot each would wait for the credit of the
-// slice before, which the next rank gives back only after the same wait. Chains have an end and need one.
+// A ring needs two slots: all ranks send before they receive, and with one slot each would wait for
+// the credit of the slice before, which the next rank gives back only after the same wait. Chains
+// have an end and need one.
 PP_HD constexpr u32 min_slots(FlagAlgorithm algorithm) {
   return algorithm == FlagAlgorithm::kRingAllReduce ? 2 : 1;
 }

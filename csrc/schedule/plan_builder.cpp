@@ -4,7 +4,8 @@
 
 namespace pyparallel {
 
-void PlanBuilder::add(Move move, std::span<const Place> sources, std::span<const Place> destinations) {
+void PlanBuilder::add(Move move, std::span<const Place> sources,
+                      std::span<const Place> destinations) {
   if (move.rows == 0 || move.row_bytes == 0 || destinations.empty()) return;
   move.first_place = static_cast<u32>(plan_.places.size());
   move.nsources = static_cast<u32>(sources.size());
@@ -15,12 +16,13 @@ void PlanBuilder::add(Move move, std::span<const Place> sources, std::span<const
   plan_.nsteps = std::max(plan_.nsteps, move.step + 1);
 }
 
-void PlanBuilder::copy(u32 step, u32 executor, Place source, std::span<const Place> destinations, u64 bytes) {
+void PlanBuilder::copy(u32 step, u32 executor, Place source, std::span<const Place> destinations,
+                       u64 bytes) {
   sum(step, executor, {&source, 1}, destinations, bytes);
 }
 
-void PlanBuilder::copy_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination,
-                            u64 destination_pitch, u64 rows, u64 row_bytes) {
+void PlanBuilder::copy_rows(u32 step, u32 executor, Place source, u64 source_pitch,
+                            Place destination, u64 destination_pitch, u64 rows, u64 row_bytes) {
   Move move{};
   move.step = step;
   move.executor = executor;
@@ -32,8 +34,8 @@ void PlanBuilder::copy_rows(u32 step, u32 executor, Place source, u64 source_pit
   add(move, {&source, 1}, {&destination, 1});
 }
 
-void PlanBuilder::sum(u32 step, u32 executor, std::span<const Place> sources, std::span<const Place> destinations,
-                      u64 bytes) {
+void PlanBuilder::sum(u32 step, u32 executor, std::span<const Place> sources,
+                      std::span<const Place> destinations, u64 bytes) {
   Move move{};
   move.step = step;
   move.executor = executor;
@@ -49,11 +51,13 @@ EventPlan PlanBuilder::finish() {
   return std::move(plan_);
 }
 
-std::vector<Run> find_runs(std::span<const Segment> segments, std::span<const u32> present, Range window, u64 gap) {
+std::vector<Run> find_runs(std::span<const Segment> segments, std::span<const u32> present,
+                           Range window, u64 gap) {
   std::vector<Run> runs;
   visit_segments(segments, window, [&](u32 k, Range range) {
     const u32 ranks = present.empty() ? 0 : present[k];
-    const bool joins = !runs.empty() && runs.back().present == ranks && range.begin - runs.back().range.end() <= gap;
+    const bool joins = !runs.empty() && runs.back().present == ranks &&
+                       range.begin - runs.back().range.end() <= gap;
     if (joins) {
       runs.back().range.bytes = range.end() - runs.back().range.begin;
     } else {
@@ -64,8 +68,8 @@ std::vector<Run> find_runs(std::span<const Segment> segments, std::span<const u3
 }
 
 void check_staging(Staging staging, u32 element_bytes) {
-  PP_CHECK(element_bytes > 0 && kUnit % element_bytes == 0, "plan: elements of ", element_bytes, " bytes do not divide ",
-           kUnit);
+  PP_CHECK(element_bytes > 0 && kUnit % element_bytes == 0, "plan: elements of ", element_bytes,
+           " bytes do not divide ", kUnit);
   PP_CHECK(staging.direct || (staging.slot_bytes > 0 && staging.slot_bytes % kUnit == 0),
            "plan: stage slots of ", staging.slot_bytes, " bytes are not a multiple of ", kUnit);
 }

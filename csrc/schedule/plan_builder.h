@@ -11,10 +11,11 @@ class PlanBuilder {
  public:
   // Each adds one move, or none where there is nothing to move.
   void copy(u32 step, u32 executor, Place source, std::span<const Place> destinations, u64 bytes);
-  void copy_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination, u64 destination_pitch,
-                 u64 rows, u64 row_bytes);
+  void copy_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination,
+                 u64 destination_pitch, u64 rows, u64 row_bytes);
   // A sum of one source is a copy.
-  void sum(u32 step, u32 executor, std::span<const Place> sources, std::span<const Place> destinations, u64 bytes);
+  void sum(u32 step, u32 executor, std::span<const Place> sources,
+           std::span<const Place> destinations, u64 bytes);
 
   // The plan, ordered by step.
   EventPlan finish();
@@ -59,9 +60,10 @@ struct Run {
   u32 present;
 };
 
-// The runs of `window`. Segments at most `gap` bytes apart are joined; with a gap above 0, bytes between segments move
-// too. An empty `present` means that all segments have the same ranks.
-std::vector<Run> find_runs(std::span<const Segment> segments, std::span<const u32> present, Range window, u64 gap);
+// The runs of `window`. Segments at most `gap` bytes apart are joined; with a gap above 0, bytes
+// between segments move too. An empty `present` means that all segments have the same ranks.
+std::vector<Run> find_runs(std::span<const Segment> segments, std::span<const u32> present,
+                           Range window, u64 gap);
 
 // Throws Error unless windows and shards can be cut without splitting an element.
 void check_staging(Staging staging, u32 element_bytes);

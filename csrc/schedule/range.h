@@ -1,4 +1,5 @@
-// How a payload is cut: channels, slices, shards, windows. All bounds lie on multiples of kUnit bytes.
+// How a payload is cut: channels, slices, shards, windows. All bounds lie on multiples of kUnit
+// bytes.
 #pragma once
 #include "../base.h"
 
@@ -30,7 +31,9 @@ PP_HD constexpr Range part_range(Range whole, u32 n, u32 i) {
 }
 
 // Piece i of `whole`, cut every `piece_bytes`.
-PP_HD constexpr u64 piece_count(Range whole, u64 piece_bytes) { return divide_up(whole.bytes, piece_bytes); }
+PP_HD constexpr u64 piece_count(Range whole, u64 piece_bytes) {
+  return divide_up(whole.bytes, piece_bytes);
+}
 PP_HD constexpr Range piece_range(Range whole, u64 piece_bytes, u64 i) {
   return {whole.begin + i * piece_bytes, min_u64(piece_bytes, whole.bytes - i * piece_bytes)};
 }

@@ -1,13 +1,14 @@
-// Event-ordered sums: the payload is cut into shards, and the owner of a shard sums it from all ranks, in rank order, and
-// stores it to every receiver. Reduce has one receiver, the root, and n - 1 owners, the others; all-reduce has n of each.
+// Event-ordered sums: the payload is cut into shards, and the owner of a shard sums it from all
+// ranks, in rank order, and stores it to every receiver. Reduce has one receiver, the root, and n -
+// 1 owners, the others; all-reduce has n of each.
 #include "../check.h"
 #include "plan_builder.h"
 
 namespace pyparallel {
 namespace {
 
-// Padding between segments that sums in stages run across, because one larger move is cheaper than two. A guess: buckets
-// align tensors to 512 bytes.
+// Padding between segments that sums in stages run across, because one larger move is cheaper than
+// two. A guess: buckets align tensors to 512 bytes.
 constexpr u64 kJoinedGap = 512;
 
 struct SumPlan {
@@ -37,7 +38,8 @@ EventPlan direct_sum(const SumPlan& plan) {
       visit_ranks(plan.present[k], [&](u32 rank) {
         sources.push_back({rank, Memory::kInput, k, range.begin - plan.segments[k].offset});
       });
-      for (u32 receiver : plan.receivers) destinations.push_back({receiver, Memory::kOutput, 0, range.begin});
+      for (u32 receiver : plan.receivers)
+        destinations.push_back({receiver, Memory::kOutput, 0, range.begin});
       builder.sum(0, plan.owners[i], sources, destinations, range.bytes);
     });
   }
@@ -65,8 +67,8 @@ class StagedSum {
     visit_segments(plan_.segments, window_, [&](u32 k, Range range) {
       visit_ranks(plan_.present[k], [&](u32 rank) {
         const Place stage = slots_.packed(rank, w, range.begin - window_.begin);
-        builder_.copy(w, rank, {rank, Memory::kInput, k, range.begin - plan_.segments[k].offset}, {&stage, 1},
-                      range.bytes);
+        builder_.copy(w, rank, {rank, Memory::kInput, k, range.begin - plan_.segments[k].offset},
+                      {&stage, 1}, range.bytes);
       });
     });
   }
@@ -81,8 +83,10 @@ class StagedSum {
         const u64 offset = range.begin - window_.begin;
         sources.clear();
         destinations.clear();
-        visit_ranks(run.present, [&](u32 rank) { sources.push_back(slots_.packed(rank, w, offset)); });
-        for (u32 receiver : plan_.receivers) destinations.push_back(slots_.summed(receiver, w, offset));
+        visit_ranks(run.present,
+                    [&](u32 rank) { sources.push_back(slots_.packed(rank, w, offset)); });
+        for (u32 receiver : plan_.receivers)
+          destinations.push_back(slots_.summed(receiver, w, offset));
         builder_.sum(w + 1, plan_.owners[i], sources, destinations, range.bytes);
       }
     }
@@ -93,8 +97,8 @@ class StagedSum {
     for (const Run& run : find_runs(plan_.segments, {}, window_, 0)) {
       for (u32 receiver : plan_.receivers) {
         const Place output{receiver, Memory::kOutput, 0, run.range.begin};
-        builder_.copy(w + 2, receiver, slots_.summed(receiver, w, run.range.begin - window_.begin), {&output, 1},
-                      run.range.bytes);
+        builder_.copy(w + 2, receiver, slots_.summed(receiver, w, run.range.begin - window_.begin),
+                      {&output, 1}, run.range.bytes);
       }
     }
   }
@@ -113,8 +117,8 @@ EventPlan plan_sum(const SumPlan& plan, Staging staging) {
 
 }  // namespace
 
-EventPlan plan_reduce_add(u32 nranks, u32 root, std::span<const Segment> segments, std::span<const u32> present,
-                          u32 element_bytes, Staging staging) {
+EventPlan plan_reduce_add(u32 nranks, u32 root, std::span<const Segment> segments,
+                          std::span<const u32> present, u32 element_bytes, Staging staging) {
   check_staging(staging, element_bytes);
   SumPlan plan{nranks, segments, present, {}, {root}};
   for (u32 rank = 0; rank < nranks; ++rank) {

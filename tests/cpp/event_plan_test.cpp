@@ -1,6 +1,6 @@
-// Runs event plans on real bytes, moves of a step in a random order, and checks what a plan promises: values, sums in rank
-// order, every output byte written once and none beside, no hazard within a step, and that staged moves touch only
-// inputs and outputs of their executor.
+// Runs event plans on real bytes, moves of a step in a random order, and checks what a plan
+// promises: values, sums in rank order, every output byte written once and none beside, no hazard
+// within a step, and that staged moves touch only inputs and outputs of their executor.
 #include "schedule/event_plan.h"
 
 #include <algorithm>
@@ -20,8 +20,9 @@ constexpr u8 kPoison = 0xa5;
 
 struct Buffer {
   std::vector<u8> bytes;
-  std::vector<u32> writes;                // times each byte was written
-  std::vector<i64> written, read;         // the last move that did so (kMany: several readers), as step * kMoves + move
+  std::vector<u32> writes;  // times each byte was written
+  std::vector<i64> written,
+      read;  // the last move that did so (kMany: several readers), as step * kMoves + move
 };
 
 constexpr i64 kMoves = i64{1} << 32;
@@ -32,7 +33,8 @@ using Name = std::tuple<u32, Memory, u32>;
 // The memory of all ranks.
 class Machine {
  public:
-  Machine(Staging staging, u32 element_bytes, u64 seed) : staging_(staging), element_bytes_(element_bytes), random_(seed) {}
+  Machine(Staging staging, u32 element_bytes, u64 seed)
+      : staging_(staging), element_bytes_(element_bytes), random_(seed) {}
 
   u8* allocate(u32 rank, Memory memory, u32 segment, u64 bytes, bool poison) {
     Buffer& buffer = buffers_[{rank, memory, segment}];
@@ -48,7 +50,8 @@ class Machine {
   Buffer& at(u32 rank, Memory memory, u32 segment = 0) {
     if (in_place_ && memory == Memory::kOutput) memory = Memory::kInput;
     const auto found = buffers_.find({rank, memory, segment});
-    EXPECT(found != buffers_.end(), "no buffer: rank ", rank, " memory ", static_cast<u32>(memory), " segment ", segment);
+    EXPECT(found != buffers_.end(), "no buffer: rank ", rank, " memory ", static_cast<u32>(memory),
+           " segment ", segment);
     return found->second;
   }
 
@@ -58,7 +61,8 @@ class Machine {
     std::shuffle(order.begin(), order.end(), random_);
     std::stable_sort(order.begin(), order.end(),
                      [&](u32 a, u32 b) { return plan.moves[a].step < plan.moves[b].step; });
-    for (size_t i = 1; i < plan.moves.size(); ++i) EXPECT(plan.moves[i - 1].step <= plan.moves[i].step, i);
+    for (size_t i = 1; i < plan.moves.size(); ++i)
+      EXPECT(plan.moves[i - 1].step <= plan.moves[i].step, i);
     for (u32 i : order) run(plan, i);
     EXPECT(plan.nsteps == (plan.moves.empty() ? 0 : plan.moves.back().step + 1), plan.nsteps);
   }
@@ -69,7 +73,8 @@ class Machine {
     const i64 stamp = move.step * kMoves + index;
     const Place* sources = &plan.places[move.first_place];
     const Place* destinations = sources + move.nsources;
-    EXPECT(move.sum == (move.nsources > 1) && move.nsources > 0 && move.ndestinations > 0, move.nsources);
+    EXPECT(move.sum == (move.nsources > 1) && move.nsources > 0 && move.ndestinations > 0,
+           move.nsources);
     EXPECT(!move.sum || move.rows == 1, move.rows);
     for (u32 k = 1; move.sum && k < move.nsources; ++k) {
       EXPECT(sources[k - 1].rank < sources[k].rank, "not in rank order: ", sources[k].rank);
@@ -77,7 +82,8 @@ class Machine {
     for (u64 row = 0; row < move.rows; ++row) {
       std::vector<u8> value;
       for (u32 k = 0; k < move.nsources; ++k) {
-        const u8* bytes = read(sources[k], move, sources[k].offset + row * move.source_pitch, stamp);
+        const u8* bytes =
+            read(sources[k], move, sources[k].offset + row * move.source_pitch, stamp);
         if (k == 0) {
           value.assign(bytes, bytes + move.row_bytes);
         } else {
@@ -85,39 +91,44 @@ class Machine {
         }
       }
       for (u32 k = 0; k < move.ndestinations; ++k) {
-        write(destinations[k], move, destinations[k].offset + row * move.destination_pitch, value, stamp);
+        write(destinations[k], move, destinations[k].offset + row * move.destination_pitch, value,
+              stamp);
       }
     }
   }
 
   Buffer& checked(const Place& place, const Move& move, u64 offset) {
     Buffer& buffer = at(place.rank, place.memory, place.segment);
-    EXPECT(offset + move.row_bytes <= buffer.bytes.size(), "past the end: memory ", static_cast<u32>(place.memory),
-           " offset ", offset, " bytes ", move.row_bytes, " of ", buffer.bytes.size());
+    EXPECT(offset + move.row_bytes <= buffer.bytes.size(), "past the end: memory ",
+           static_cast<u32>(place.memory), " offset ", offset, " bytes ", move.row_bytes, " of ",
+           buffer.bytes.size());
     EXPECT(!staging_.direct || place.memory != Memory::kStage, "a direct plan uses a stage");
-    EXPECT(staging_.direct || place.memory == Memory::kStage || place.rank == move.executor, "rank ", move.executor,
-           " touches memory of rank ", place.rank);
+    EXPECT(staging_.direct || place.memory == Memory::kStage || place.rank == move.executor,
+           "rank ", move.executor, " touches memory of rank ", place.rank);
     return buffer;
   }
 
   const u8* read(const Place& place, const Move& move, u64 offset, i64 stamp) {
     Buffer& buffer = checked(place, move, offset);
     for (u64 i = offset; i < offset + move.row_bytes; ++i) {
-      EXPECT(buffer.written[i] / kMoves != move.step || buffer.written[i] == stamp || buffer.written[i] < 0,
+      EXPECT(buffer.written[i] / kMoves != move.step || buffer.written[i] == stamp ||
+                 buffer.written[i] < 0,
              "step ", move.step, " reads what it writes, byte ", i);
-      const bool others = buffer.read[i] >= 0 && buffer.read[i] / kMoves == move.step && buffer.read[i] != stamp;
+      const bool others =
+          buffer.read[i] >= 0 && buffer.read[i] / kMoves == move.step && buffer.read[i] != stamp;
       buffer.read[i] = others ? move.step * kMoves + kMany : stamp;
     }
     return &buffer.bytes[offset];
   }
 
-  void write(const Place& place, const Move& move, u64 offset, const std::vector<u8>& value, i64 stamp) {
+  void write(const Place& place, const Move& move, u64 offset, const std::vector<u8>& value,
+             i64 stamp) {
     Buffer& buffer = checked(place, move, offset);
     for (u64 i = offset; i < offset + move.row_bytes; ++i) {
       EXPECT(buffer.written[i] / kMoves != move.step || buffer.written[i] < 0, "step ", move.step,
              " writes twice, byte ", i);
-      EXPECT(buffer.read[i] / kMoves != move.step || buffer.read[i] == stamp || buffer.read[i] < 0, "step ", move.step,
-             " writes what it reads, byte ", i);
+      EXPECT(buffer.read[i] / kMoves != move.step || buffer.read[i] == stamp || buffer.read[i] < 0,
+             "step ", move.step, " writes what it reads, byte ", i);
       buffer.written[i] = stamp;
       ++buffer.writes[i];
     }
@@ -158,7 +169,8 @@ std::vector<Segment> random_segments(std::mt19937_64& random, u32 element_bytes)
   u64 at = 0;
   for (u32 k = 0; k < 1 + random() % 9; ++k) {
     if (random() % 2) at = round_up(at, random() % 4 ? 64 : 1024);
-    const u64 bytes = (random() % 5 == 0 ? 0 : random() % (random() % 4 ? 80 : 900)) / element_bytes * element_bytes;
+    const u64 bytes = (random() % 5 == 0 ? 0 : random() % (random() % 4 ? 80 : 900)) /
+                      element_bytes * element_bytes;
     segments.push_back({at, bytes});
     at += bytes;
   }
@@ -182,14 +194,17 @@ void visit_cases(Visit visit) {
 
 void add_stages(Machine& machine, u32 nranks, Staging staging) {
   if (staging.direct) return;
-  for (u32 rank = 0; rank < nranks; ++rank) machine.allocate(rank, Memory::kStage, 0, stage_bytes(staging), false);
+  for (u32 rank = 0; rank < nranks; ++rank)
+    machine.allocate(rank, Memory::kStage, 0, stage_bytes(staging), false);
 }
 
 // Output bytes inside of segments are written once, others never.
 void expect_written(const Buffer& output, std::span<const Segment> segments) {
   std::vector<u32> expected(output.bytes.size(), 0);
-  for (const Segment& segment : segments) std::fill_n(expected.begin() + segment.offset, segment.bytes, 1u);
-  for (u64 i = 0; i < expected.size(); ++i) EXPECT(output.writes[i] == expected[i], "byte ", i, " written ", output.writes[i]);
+  for (const Segment& segment : segments)
+    std::fill_n(expected.begin() + segment.offset, segment.bytes, 1u);
+  for (u64 i = 0; i < expected.size(); ++i)
+    EXPECT(output.writes[i] == expected[i], "byte ", i, " written ", output.writes[i]);
 }
 
 }  // namespace
@@ -200,7 +215,8 @@ TEST(broadcast) {
     const u64 bytes = segments.back().offset + segments.back().bytes;
     Machine machine(staging, 1, random());
     add_stages(machine, nranks, staging);
-    for (u32 k = 0; k < segments.size(); ++k) machine.allocate(root, Memory::kInput, k, segments[k].bytes, false);
+    for (u32 k = 0; k < segments.size(); ++k)
+      machine.allocate(root, Memory::kInput, k, segments[k].bytes, false);
     for (u32 rank = 0; rank < nranks; ++rank) {
       if (rank != root) machine.allocate(rank, Memory::kOutput, 0, bytes, true);
     }
@@ -211,7 +227,8 @@ TEST(broadcast) {
       expect_written(output, segments);
       for (u32 k = 0; k < segments.size(); ++k) {
         const std::vector<u8>& input = machine.at(root, Memory::kInput, k).bytes;
-        EXPECT(std::equal(input.begin(), input.end(), output.bytes.begin() + segments[k].offset), "rank ", rank, " segment ", k);
+        EXPECT(std::equal(input.begin(), input.end(), output.bytes.begin() + segments[k].offset),
+               "rank ", rank, " segment ", k);
       }
     }
   });
@@ -233,7 +250,8 @@ TEST(reduce_add) {
     add_stages(machine, nranks, staging);
     for (u32 k = 0; k < segments.size(); ++k) {
       for (u32 rank = 0; rank < nranks; ++rank) {
-        if (present[k] >> rank & 1) machine.allocate(rank, Memory::kInput, k, segments[k].bytes, false);
+        if (present[k] >> rank & 1)
+          machine.allocate(rank, Memory::kInput, k, segments[k].bytes, false);
       }
     }
     machine.allocate(root, Memory::kOutput, 0, bytes, true);
@@ -244,9 +262,11 @@ TEST(reduce_add) {
       for (u64 at = 0; at < segments[k].bytes; at += element_bytes) {
         u64 sum = 0;
         for (u32 rank = 0; rank < nranks; ++rank) {
-          if (present[k] >> rank & 1) sum += element(machine.at(rank, Memory::kInput, k).bytes, at, element_bytes);
+          if (present[k] >> rank & 1)
+            sum += element(machine.at(rank, Memory::kInput, k).bytes, at, element_bytes);
         }
-        EXPECT(element(output.bytes, segments[k].offset + at, element_bytes) == truncated(sum, element_bytes),
+        EXPECT(element(output.bytes, segments[k].offset + at, element_bytes) ==
+                   truncated(sum, element_bytes),
                "segment ", k, " byte ", at);
       }
     }
@@ -276,7 +296,8 @@ TEST(all_reduce) {
       for (u64 at = 0; at < bytes; at += element_bytes) {
         u64 sum = 0;
         for (const std::vector<u8>& input : inputs) sum += element(input, at, element_bytes);
-        EXPECT(element(output.bytes, at, element_bytes) == truncated(sum, element_bytes), "rank ", rank, " byte ", at);
+        EXPECT(element(output.bytes, at, element_bytes) == truncated(sum, element_bytes), "rank ",
+               rank, " byte ", at);
       }
     }
   });
@@ -314,7 +335,8 @@ TEST(scatter_and_gather) {
       for (u64 row = 0; row < rows; ++row) {
         const u64 at = row * pitch + shares[rank].offset;
         written.push_back({at, shares[rank].bytes});
-        EXPECT(std::equal(part.bytes.begin() + row * shares[rank].bytes, part.bytes.begin() + (row + 1) * shares[rank].bytes,
+        EXPECT(std::equal(part.bytes.begin() + row * shares[rank].bytes,
+                          part.bytes.begin() + (row + 1) * shares[rank].bytes,
                           whole.bytes.begin() + at),
                "rank ", rank, " row ", row);
       }

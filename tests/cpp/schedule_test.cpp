@@ -1,8 +1,9 @@
-// Proves the flag-ordered schedules by replay: every byte arrives once, every sum has the promised order, no slot is
-// written before its credit, nothing deadlocks.
+// Proves the flag-ordered schedules by replay: every byte arrives once, every sum has the promised
+// order, no slot is written before its credit, nothing deadlocks.
 //
-// The replay runs each rank as far as it can, in turn. That one order proves all: a block only waits for counters that
-// one other block raises and that never fall, so running a block earlier can never take away what another waits for.
+// The replay runs each rank as far as it can, in turn. That one order proves all: a block only
+// waits for counters that one other block raises and that never fall, so running a block earlier
+// can never take away what another waits for.
 #include <array>
 #include <vector>
 
@@ -39,7 +40,8 @@ struct Connection {
 class Replay {
  public:
   // Counters start just below their wrap.
-  Replay(const FlagShape& shape, u32 channel) : shape_(shape), channel_(channel), connections_(shape.nranks * shape.nranks) {
+  Replay(const FlagShape& shape, u32 channel)
+      : shape_(shape), channel_(channel), connections_(shape.nranks * shape.nranks) {
     for (Connection& connection : connections_) connection.sent = connection.received = ~u64{0} - 2;
     const u64 units = divide_up(shape.bytes, kUnit);
     outputs_.assign(shape.nranks, std::vector<u64>(units, 0));
@@ -62,11 +64,13 @@ class Replay {
     for (u32 rank = 0; rank < shape_.nranks; ++rank) {
       if (next[rank] < prim_count(shape_, rank, channel_)) return false;
     }
-    for (const Connection& connection : connections_) check(connection.sent == connection.received, "unread slices", 0);
+    for (const Connection& connection : connections_)
+      check(connection.sent == connection.received, "unread slices", 0);
     return true;
   }
 
-  // Rank's output holds the whole channel, in pieces that meet; expected(offset) are the terms of each.
+  // Rank's output holds the whole channel, in pieces that meet; expected(offset) are the terms of
+  // each.
   template <class Expected>
   void expect_output(u32 rank, Expected expected) const {
     const Range range = channel_range(shape_, channel_);
@@ -84,9 +88,9 @@ class Replay {
 
  private:
   void check(bool ok, const char* what, u64 where) const {
-    EXPECT(ok, what, " (", where, "): algorithm ", static_cast<u32>(shape_.algorithm), " ranks ", shape_.nranks,
-           " root ", shape_.root, " channel ", channel_, " of ", shape_.nchannels, " slots ", shape_.slots, " bytes ",
-           shape_.bytes);
+    EXPECT(ok, what, " (", where, "): algorithm ", static_cast<u32>(shape_.algorithm), " ranks ",
+           shape_.nranks, " root ", shape_.root, " channel ", channel_, " of ", shape_.nchannels,
+           " slots ", shape_.slots, " bytes ", shape_.bytes);
   }
 
   u64 writes(u32 rank) const {
@@ -107,17 +111,20 @@ class Replay {
     check(out != nullptr || prim.write_output, "nowhere to move to", prim.offset);
     check(prim.bytes <= shape_.slice_bytes, "slice larger than a slot", prim.offset);
     const Range range = channel_range(shape_, channel_);
-    check(prim.offset >= range.begin && prim.offset + prim.bytes <= range.end(), "outside of the channel", prim.offset);
+    check(prim.offset >= range.begin && prim.offset + prim.bytes <= range.end(),
+          "outside of the channel", prim.offset);
     Terms terms;
     if (in != nullptr) {
       Slot& slot = in->slots[in->received++ & mask];
-      check(slot.full && slot.offset == prim.offset && slot.bytes == prim.bytes, "not the slice expected", prim.offset);
+      check(slot.full && slot.offset == prim.offset && slot.bytes == prim.bytes,
+            "not the slice expected", prim.offset);
       terms = slot.terms;
       slot.full = false;
     }
     if (prim.read_input) {
       // In place is allowed, so a rank must not have written what it still reads.
-      check(prim.bytes == 0 || outputs_[rank][prim.offset / kUnit] == 0, "input read after output", prim.offset);
+      check(prim.bytes == 0 || outputs_[rank][prim.offset / kUnit] == 0, "input read after output",
+            prim.offset);
       terms = plus(terms, rank);
     }
     if (prim.write_output && prim.bytes > 0) {
@@ -141,9 +148,20 @@ class Replay {
   std::vector<std::vector<Terms>> terms_;
 };
 
-// Small sizes, both sides of a slice, odd ones, and one with several rounds for every channel of `nranks` ranks.
+// Small sizes, both sides of a slice, odd ones, and one with several rounds for every channel of
+// `nranks` ranks.
 std::vector<u64> sizes(u32 nranks) {
-  return {0, 1, 15, 16, 17, kSlice - 1, kSlice, kSlice + 1, 30011, 3 * 8 * kSlice * 4 + 77, 2 * 8 * kSlice * nranks + 1};
+  return {0,
+          1,
+          15,
+          16,
+          17,
+          kSlice - 1,
+          kSlice,
+          kSlice + 1,
+          30011,
+          3 * 8 * kSlice * 4 + 77,
+          2 * 8 * kSlice * nranks + 1};
 }
 
 template <class Visit>
@@ -153,7 +171,8 @@ void visit_shapes(FlagAlgorithm algorithm, Visit visit) {
     for (u32 root = 0; root < nroots; ++root) {
       for (u32 nchannels = 1; nchannels <= 8; ++nchannels) {
         for (u32 slots = min_slots(algorithm); slots <= 8; slots *= 2) {
-          for (u64 bytes : sizes(nranks)) visit(FlagShape{algorithm, nranks, root, nchannels, slots, 1, bytes, kSlice});
+          for (u64 bytes : sizes(nranks))
+            visit(FlagShape{algorithm, nranks, root, nchannels, slots, 1, bytes, kSlice});
         }
       }
     }
@@ -166,11 +185,12 @@ void replay(const FlagShape& shape, Check check_outputs) {
   u64 at = 0;
   for (u32 channel = 0; channel < shape.nchannels; ++channel) {
     const Range range = channel_range(shape, channel);
-    EXPECT(range.bytes == 0 || range.begin == at, "channel ", channel, " begins at ", range.begin, ", not ", at);
+    EXPECT(range.bytes == 0 || range.begin == at, "channel ", channel, " begins at ", range.begin,
+           ", not ", at);
     at += range.bytes;
     Replay run(shape, channel);
-    EXPECT(run.run(), "deadlock: algorithm ", static_cast<u32>(shape.algorithm), " ranks ", shape.nranks, " root ",
-           shape.root, " slots ", shape.slots, " bytes ", shape.bytes);
+    EXPECT(run.run(), "deadlock: algorithm ", static_cast<u32>(shape.algorithm), " ranks ",
+           shape.nranks, " root ", shape.root, " slots ", shape.slots, " bytes ", shape.bytes);
     check_outputs(run);
   }
   EXPECT(at == shape.bytes, "channels carry ", at, " of ", shape.bytes, " bytes");
@@ -217,8 +237,10 @@ TEST(ring_sums_once_and_in_place) {
     replay(shape, [&](const Replay& run) {
       for (u32 rank = 0; rank < shape.nranks; ++rank) {
         run.expect_output(rank, [&](u64 at) {
-          // The order rotates: shard s starts at rank s + 1. Which shard this is follows from the round.
-          const Range channel = channel_range(shape, static_cast<u32>(at / channel_range(shape, 0).bytes));
+          // The order rotates: shard s starts at rank s + 1. Which shard this is follows from the
+          // round.
+          const Range channel =
+              channel_range(shape, static_cast<u32>(at / channel_range(shape, 0).bytes));
           const u64 round = (at - channel.begin) / (shape.nranks * kSlice);
           const Range whole = piece_range(channel, shape.nranks * kSlice, round);
           u32 shard = 0;

@@ -1,5 +1,6 @@
-// A small test runner: TEST(name) { ... EXPECT(condition, values...); } and TEST_MAIN() once in each file.
-// A failed EXPECT prints its values and ends the program: later checks would only repeat it.
+// A small test runner: TEST(name) { ... EXPECT(condition, values...); } and TEST_MAIN() once in
+// each file. A failed EXPECT prints its values and ends the program: later checks would only repeat
+// it.
 #pragma once
 #include <cstdio>
 #include <cstdlib>
@@ -33,23 +34,23 @@ struct Registration {
 
 }  // namespace pyparallel::testing
 
-#define TEST(name)                                                              \
-  static void name();                                                           \
+#define TEST(name)                                                                   \
+  static void name();                                                                \
   static const ::pyparallel::testing::Registration name##_registration(#name, name); \
   static void name()
 
-#define EXPECT(condition, ...)                                                        \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
-      ::pyparallel::testing::fail(__FILE__, __LINE__, #condition,                     \
+#define EXPECT(condition, ...)                                                           \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      ::pyparallel::testing::fail(__FILE__, __LINE__, #condition,                        \
                                   ::pyparallel::message("" __VA_OPT__(, ) __VA_ARGS__)); \
-    }                                                                                 \
+    }                                                                                    \
   } while (0)
 
-#define TEST_MAIN()                                              \
-  int main() {                                                   \
-    for (const auto& test : ::pyparallel::testing::tests()) {    \
-      test.run();                                                \
-      std::printf("passed %s\n", test.name);                     \
-    }                                                            \
+#define TEST_MAIN()                                           \
+  int main() {                                                \
+    for (const auto& test : ::pyparallel::testing::tests()) { \
+      test.run();                                             \
+      std::printf("passed %s\n", test.name);                  \
+    }                                                         \
   }

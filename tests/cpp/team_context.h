@@ -1,0 +1,214 @@
+// Blocks of several threads with a real barrier, for the sanitizers, and what connects them.
+#pragma once
+#include <array>
+#include <barrier>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "device/flag_ordered.h"
+#include "device/host_flags.h"
+#include "device/loops.h"
+
+namespace pyparallel::testing {
+
+// Threads that live as long as a test case, because starting them costs more than an operation.
+class Threads {
+ public:
+  explicit Threads(u32 count) : start_(count + 1), end_(count + 1) {
+    for (u32 i = 0; i < count; ++i) threads_.emplace_back([this, i] { work(i); });
+  }
+  ~Threads() {
+    run_ = nullptr;
+    start_.arrive_and_wait();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  void run(std::function<void(u32)> body) {
+    run_ = std::move(body);
+    start_.arrive_and_wait();
+    end_.arrive_and_wait();
+  }
+
+ private:
+  void work(u32 i) {
+    for (;;) {
+      start_.arrive_and_wait();
+      if (!run_) return;
+      run_(i);
+      end_.arrive_and_wait();
+    }
+  }
+
+  std::barrier<> start_, end_;
+  std::function<void(u32)> run_;
+  std::vector<std::thread> threads_;
+};
+
+// What the threads of one block share.
+struct Block {
+  explicit Block(u32 nthreads) : barrier(nthreads) {}
+  std::barrier<> barrier;
+  std::atomic<bool> all_ok{true};
+};
+
+// One thread of a block. Before each operation on a flag it may sleep or yield, so that blocks meet
+// in many orders.
+class TeamContext : public HostFlags {
+ public:
+  TeamContext(Block& block, u32 id, u32 nthreads, u64 seed, bool jitter)
+      : block_(&block), id_(id), nthreads_(nthreads), random_(seed * 2 + 1), jitter_(jitter) {}
+
+  u32 tid() const { return id_; }
+  u32 nthreads() const { return nthreads_; }
+  void sync() const { block_->barrier.arrive_and_wait(); }
+  // all_ok only ever falls: a block in which one thread was not ok leaves.
+  bool sync_and(bool ok) const {
+    if (!ok) block_->all_ok.store(false, std::memory_order_relaxed);
+    sync();
+    return block_->all_ok.load(std::memory_order_relaxed);
+  }
+
+  template <class W>
+  W load(const W* from) const {
+    return *from;
+  }
+  template <class W>
+  void store(W* to, W value) const {
+    *to = value;
+  }
+
+  u64 relaxed(const u64* word) const {
+    delay();
+    return HostFlags::relaxed(word);
+  }
+  void post(u64* word, u64 value) const {
+    delay();
+    HostFlags::post(word, value);
+  }
+  // Only planted faults post without a release.
+  void post_relaxed(u64* word, u64 value) const {
+    delay();
+    std::atomic_ref<u64>(*word).store(value, std::memory_order_relaxed);
+  }
+  void pause(u64, u64) const { sched_yield(); }
+
+  template <class Destinations>
+  void copy(const Destinations& destinations, const u8* source, u64 bytes) const {
+    copy_loop<2>(*this, destinations, source, bytes);
+  }
+  template <class T, class Destinations, class Sources>
+  void sum(const Destinations& destinations, const Sources& sources, u64 count) const {
+    sum_loop<T, 2>(*this, destinations, sources, count);
+  }
+
+ private:
+  void delay() const {
+    if (!jitter_) return;
+    random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+    const u32 draw = static_cast<u32>(random_ >> 33) % 32;
+    if (draw == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random_ >> 40 & 31));
+    } else if (draw < 8) {
+      sched_yield();
+    }
+  }
+
+  Block* block_;
+  u32 id_, nthreads_;
+  mutable u64 random_;
+  bool jitter_;
+};
+static_assert(FlagOrderedContext<TeamContext>);
+
+// The connections between all pairs of ranks on all channels.
+class Wiring {
+ public:
+  Wiring(u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes, u64 first_step)
+      : nranks_(nranks),
+        nchannels_(nchannels),
+        lines_(nranks * nranks * nchannels * 4),
+        slots_(nranks * nranks * nchannels * slots * slot_bytes / sizeof(Pack)),
+        sends_(nranks * nranks * nchannels),
+        recvs_(sends_.size()) {
+    for (Line& line : lines_) line.word = first_step;
+    for (u32 from = 0; from < nranks; ++from) {
+      for (u32 to = 0; to < nranks; ++to) {
+        for (u32 channel = 0; channel < nchannels; ++channel) {
+          Line* line = &lines_[index(from, to, channel) * 4];
+          u8* slot =
+              reinterpret_cast<u8*>(slots_.data()) + index(from, to, channel) * slots * slot_bytes;
+          sends_[index(from, to, channel)] = {&line[0].word, &line[1].word, &line[2].word, slot};
+          recvs_[index(to, from, channel)] = {&line[3].word, &line[2].word, &line[1].word, slot};
+        }
+      }
+    }
+  }
+  const SendEnd* sends(u32 rank) const { return &sends_[index(rank, 0, 0)]; }
+  const RecvEnd* recvs(u32 rank) const { return &recvs_[index(rank, 0, 0)]; }
+
+ private:
+  struct alignas(128) Line {
+    u64 word;
+  };
+  u32 index(u32 rank, u32 peer, u32 channel) const {
+    return (rank * nranks_ + peer) * nchannels_ + channel;
+  }
+
+  u32 nranks_, nchannels_;
+  std::vector<Line> lines_;
+  std::vector<Pack> slots_;
+  std::vector<SendEnd> sends_;
+  std::vector<RecvEnd> recvs_;
+};
+
+// A communicator of blocks: runs operations one after the other on one wiring.
+class Team {
+ public:
+  Team(u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes, u32 nthreads, u64 first_step)
+      : nthreads_(nthreads),
+        wiring_(nranks, nchannels, slots, slot_bytes, first_step),
+        threads_(nranks * nchannels * nthreads) {
+    args_.shape.nranks = nranks;
+    args_.shape.nchannels = nchannels;
+    args_.shape.slots = slots;
+    args_.slot_bytes = slot_bytes;
+    args_.timeout_ns = 60'000'000'000;
+    args_.abort_word = &abort_word;
+    args_.failure = &failure;
+    for (u32 rank = 0; rank < nranks; ++rank) {
+      args_.ranks[rank].sends = wiring_.sends(rank);
+      args_.ranks[rank].recvs = wiring_.recvs(rank);
+    }
+    for (u32 i = 0; i < nranks * nchannels; ++i)
+      blocks_.push_back(std::make_unique<Block>(nthreads));
+  }
+
+  FlagArgs& args() { return args_; }
+
+  // Runs the collective in args() on all ranks whose bit is set. True if no block left early.
+  template <class T, Fault F>
+  bool run(u32 ranks, u64 seed, bool jitter) {
+    std::atomic<bool> ok{true};
+    threads_.run([&](u32 thread) {
+      const u32 block = thread / nthreads_, rank = block / args_.shape.nchannels;
+      if (!(ranks >> rank & 1)) return;
+      const TeamContext context(*blocks_[block], thread % nthreads_, nthreads_, seed + thread,
+                                jitter);
+      if (!run_flag_ordered<T, F>(context, args_, rank, block % args_.shape.nchannels)) ok = false;
+    });
+    return ok;
+  }
+
+  u32 abort_word = 0;
+  FailureRecord failure{};
+
+ private:
+  u32 nthreads_;
+  Wiring wiring_;
+  FlagArgs args_{};
+  std::vector<std::unique_ptr<Block>> blocks_;
+  Threads threads_;
+};
+
+}  // namespace pyparallel::testing
