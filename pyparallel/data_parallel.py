@@ -1,8 +1,9 @@
 """DataParallel, and the same as a function."""
 
+import functools
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -16,6 +17,20 @@ from pyparallel.replicate import check_not_modified, replicate
 from pyparallel.scatter_gather import gather, scatter_kwargs
 
 T = TypeVar("T", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _untraced(method: F) -> F:
+    """Keeps torch.compile out of a step that works on the objects themselves, not on tensors."""
+
+    @functools.wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        # Not at import: it imports dynamo, which takes seconds.
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return method(*args, **kwargs)
+
+    return cast(F, step)
 
 
 class DataParallel(nn.DataParallel[T]):
@@ -101,16 +116,19 @@ class DataParallel(nn.DataParallel[T]):
                 on_host = -1 if output_device == -1 else torch.device("cpu")
                 self.output_device = on_host if target is None else target.index
 
+    @_untraced
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
         """Returns a copy of ``module`` for each device; without gradients if they are off."""
         return replicate(module, self._devices(device_ids), not torch.is_grad_enabled())
 
+    @_untraced
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> Any:
         """Returns positional and keyword arguments of each device; see ``scatter_kwargs``."""
         return scatter_kwargs(inputs, kwargs, self._devices(device_ids), self.dim)
 
+    @_untraced
     def parallel_apply(
         self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
@@ -121,6 +139,7 @@ class DataParallel(nn.DataParallel[T]):
             check_not_modified(replicas[0])
         return outputs
 
+    @_untraced
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Joins the outputs of the replicas."""
         devices = self._devices(self.device_ids[: len(outputs)])

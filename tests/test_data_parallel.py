@@ -308,6 +308,54 @@ def test_parameters_work_inside_forward():
             assert model(torch.ones(4, 2)).shape == (4, 2)
 
 
+def test_without_gradients_the_first_rank_has_the_parameters_themselves():
+    net = nn.Linear(2, 2)
+    same = []
+
+    class Look(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = net
+
+        def forward(self, x):
+            same.append(self.linear.weight is net.weight)
+            return x
+
+    model = DataParallel(Look(), virtual_devices(2))
+    with torch.no_grad():
+        model(torch.ones(2))
+    model(torch.ones(2))
+    assert same == [True, False, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_torch_compile_around_the_wrapper(n):
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    reference = copy.deepcopy(net)
+    x = torch.randn(6, 3)
+    reference(x).sum().backward()
+    compiled = torch.compile(
+        DataParallel(net, virtual_devices(n)), backend="eager", fullgraph=n == 0
+    )
+    for _ in range(2):
+        net.zero_grad()
+        compiled(x).sum().backward()
+        torch.testing.assert_close(net[0].weight.grad, reference[0].weight.grad)
+
+
+def test_torch_compile_inside_the_wrapper():
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    reference = copy.deepcopy(net)
+    x = torch.randn(6, 3)
+    reference(x).sum().backward()
+    model = DataParallel(torch.compile(net, backend="eager"), virtual_devices(3))
+    for _ in range(2):
+        net.zero_grad()
+        model(x).sum().backward()
+        torch.testing.assert_close(net[0].weight.grad, reference[0].weight.grad)
+
+
 def test_hooks_of_the_wrapper_see_the_whole_batch():
     seen = []
     model = DataParallel(Net(), virtual_devices(2))

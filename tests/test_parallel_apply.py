@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import gc
 import importlib
 import threading
 
@@ -190,6 +191,22 @@ def test_the_lowest_rank_wins_and_all_threads_end(threaded):
     with pytest.raises(ValueError, match="first"):
         apply([raising(ValueError("first")), raising(KeyError("second")), lambda: 1])
     assert threading.active_count() == before
+
+
+def test_no_reference_cycles(threaded):
+    def fail():
+        raise ValueError("bad")
+
+    gc.collect()
+    gc.disable()
+    try:
+        apply([lambda: 1] * 3)
+        assert gc.collect() == 0
+        with contextlib.suppress(ValueError):
+            apply([lambda: 1, fail])
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
