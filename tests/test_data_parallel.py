@@ -119,17 +119,6 @@ def test_bad_devices_are_refused(four_virtual_devices):
         DataParallel(Net(), ["mps:0"])
 
 
-def test_the_class_can_be_subscripted():
-    model: DataParallel[Net] = DataParallel[Net](Net(), virtual_devices(2))
-    assert type(model) is DataParallel
-
-
-def test_repr_is_torchs():
-    assert repr(DataParallel(nn.ReLU(), virtual_devices(2))) == (
-        "DataParallel(\n  (module): ReLU()\n)"
-    )
-
-
 # Forward.
 
 
