@@ -3,8 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
-// PP_HD: callable from host and device code (pure arithmetic). PP_D: bodies of kernels; with nvcc they are
-// device-only because they use device intrinsics, with a C++ compiler they run on virtual devices.
+// PP_HD: callable from host and device code (pure arithmetic). PP_D: bodies of kernels; with nvcc
+// they are device-only because they use device intrinsics, with a C++ compiler they run on virtual
+// devices.
 #if defined(__CUDACC__)
 #define PP_HD __host__ __device__ __forceinline__
 #define PP_D __device__ __forceinline__
@@ -24,7 +25,8 @@ using u64 = std::uint64_t;
 using i32 = std::int32_t;
 using i64 = std::int64_t;
 
-// Ranks in one communicator. Kernel arguments hold one entry a rank by value, so this bounds their size.
+// Ranks in one communicator. Kernel arguments hold one entry a rank by value, so this bounds their
+// size.
 constexpr u32 kMaxRanks = 16;
 
 // The unit of vector loads and stores.

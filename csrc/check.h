@@ -27,12 +27,12 @@ std::string message(const Parts&... parts) {
 
 }  // namespace pyparallel
 
-#define PP_CHECK(condition, ...) \
-  do {                           \
+#define PP_CHECK(condition, ...)                                                     \
+  do {                                                                               \
     if (!(condition)) throw ::pyparallel::Error(::pyparallel::message(__VA_ARGS__)); \
   } while (0)
 
-#define PP_CHECK_ARG(condition, ...) \
-  do {                               \
+#define PP_CHECK_ARG(condition, ...)                                                         \
+  do {                                                                                       \
     if (!(condition)) throw ::pyparallel::ArgumentError(::pyparallel::message(__VA_ARGS__)); \
   } while (0)

@@ -20,9 +20,10 @@ void Communicator::run_flagged(Collective collective, const Algorithm& algorithm
                                std::span<const StreamHandle> streams) {
   raise_failure();
   if (bytes == 0) return;
-  PP_CHECK(backend_->max_channels() > 0, collective_name(collective), ": ", algorithm.name,
-           " needs kernels that run at the same time, which CUDA_LAUNCH_BLOCKING=1 and GPUs without "
-           "cooperative launches prevent; use algorithm \"auto\"");
+  PP_CHECK(
+      backend_->max_channels() > 0, collective_name(collective), ": ", algorithm.name,
+      " needs kernels that run at the same time, which CUDA_LAUNCH_BLOCKING=1 and GPUs without "
+      "cooperative launches prevent; use algorithm \"auto\"");
   if (!connections_) {
     const u32 nchannels = std::min(options_.nchannels, backend_->max_channels());
     connections_ = std::make_unique<ConnectionSet>(*backend_, nranks_, nchannels, options_.slots,

@@ -12,10 +12,13 @@ constexpr u32 kDTypes = 6;
 PP_HD constexpr u32 element_bytes(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
-    case DType::kBFloat16: return 2;
+    case DType::kBFloat16:
+      return 2;
     case DType::kFloat32:
-    case DType::kInt32: return 4;
-    default: return 8;
+    case DType::kInt32:
+      return 4;
+    default:
+      return 8;
   }
 }
 

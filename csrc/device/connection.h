@@ -1,34 +1,38 @@
-// What two ranks share: the ends of a directed connection on one channel, and the arguments of a flag-ordered launch.
+// What two ranks share: the ends of a directed connection on one channel, and the arguments of a
+// flag-ordered launch.
 //
-// Each directed connection and channel has its own pair of counters (slices sent, slices received). They only grow,
-// are kept between launches and are advanced only by operations that use the connection: with one counter a rank the
-// second operation with another root would wait for slices that nobody sends. All compares are circular.
+// Each directed connection and channel has its own pair of counters (slices sent, slices received).
+// They only grow, are kept between launches and are advanced only by operations that use the
+// connection: with one counter a rank the second operation with another root would wait for slices
+// that nobody sends. All compares are circular.
 #pragma once
 #include "../dtype.h"
 #include "../schedule/prim.h"
 
 namespace pyparallel {
 
-// At the sender. A counter that is polled lives in the poller's memory, so polling never crosses the link.
+// At the sender. A counter that is polled lives in the poller's memory, so polling never crosses
+// the link.
 struct SendEnd {
-  u64* sent;             // local: slices sent so far
-  const u64* credits;    // local, written by the receiver: slices it has consumed
-  u64* peer_tail;        // the receiver's word that counts slices that arrived
-  u8* slots;             // the receiver's slots
+  u64* sent;           // local: slices sent so far
+  const u64* credits;  // local, written by the receiver: slices it has consumed
+  u64* peer_tail;      // the receiver's word that counts slices that arrived
+  u8* slots;           // the receiver's slots
 };
 
 // At the receiver.
 struct RecvEnd {
-  u64* received;         // local: slices consumed so far
-  const u64* tail;       // local, written by the sender: slices that arrived
-  u64* peer_credits;     // the sender's word
-  const u8* slots;       // local
+  u64* received;      // local: slices consumed so far
+  const u64* tail;    // local, written by the sender: slices that arrived
+  u64* peer_credits;  // the sender's word
+  const u8* slots;    // local
 };
 
-// Which wait expired first. Lives in host memory that every device can write; claimed once by compare-and-swap.
+// Which wait expired first. Lives in host memory that every device can write; claimed once by
+// compare-and-swap.
 struct FailureRecord {
-  u32 claimed;           // 0 until somebody writes the rest
-  u32 complete;          // 1, released after the rest was written
+  u32 claimed;   // 0 until somebody writes the rest
+  u32 complete;  // 1, released after the rest was written
   u32 rank, peer, channel;
   u32 waits_for_credit;  // 0: data, 1: credit
   u64 wanted, seen;      // step numbers
@@ -41,13 +45,15 @@ struct RankBuffers {
   const RecvEnd* recvs;
 };
 
-// Passed by value. Blocks of all ranks run at the same time; each waits at most timeout_ns for one flag.
+// Passed by value. Blocks of all ranks run at the same time; each waits at most timeout_ns for one
+// flag.
 struct FlagArgs {
   FlagShape shape;
-  DType dtype;           // read only by the reducing algorithms
+  DType dtype;  // read only by the reducing algorithms
   u64 slot_bytes;
   u64 timeout_ns;
-  u32* abort_word;       // non-zero: leave at once. Stays set for ever; a new connection set has a new word
+  u32* abort_word;  // non-zero: leave at once. Stays set for ever; a new connection set has a new
+                    // word
   FailureRecord* failure;
   RankBuffers ranks[kMaxRanks];
 };
