@@ -124,6 +124,8 @@ TEST(blocks_run_at_the_same_time) {
   }
 }
 
+// ThreadSanitizer ends a forked child that starts threads.
+#if !defined(__SANITIZE_THREAD__)
 TEST(a_forked_child_has_threads_of_its_own) {
   expect_each_tile_once(100);
   const pid_t child = fork();
@@ -139,6 +141,7 @@ TEST(a_forked_child_has_threads_of_its_own) {
   EXPECT(waitpid(child, &status, 0) == child && status == 0, "the child's status is ", status);
   expect_each_tile_once(100);
 }
+#endif
 
 TEST(tasks_of_any_shape_are_exact) {
   std::mt19937_64 random(1);
