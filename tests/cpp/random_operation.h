@@ -44,13 +44,13 @@ class RandomOperation {
       const std::vector<T>& result = in_place_ ? inputs_[rank] : outputs_[rank];
       const bool writes = algorithm_ == FlagAlgorithm::kRingAllReduce ||
                           (algorithm_ == FlagAlgorithm::kChainReduce) == (rank == shape.root);
-      if (writes && std::memcmp(&result[shift_], expected_.data(), count_ * sizeof(T)) != 0)
+      if (writes && !same_bytes(&result[shift_], expected_.data(), count_ * sizeof(T)))
         return false;
       if (in_place_) continue;
       const T untouched = poison();
       for (u64 i = 0; i < result.size(); ++i) {
         const bool inside = writes && i >= shift_ && i < shift_ + count_;
-        if (!inside && std::memcmp(&result[i], &untouched, sizeof(T)) != 0) return false;
+        if (!inside && !same_bytes(&result[i], &untouched, sizeof(T))) return false;
       }
     }
     return true;

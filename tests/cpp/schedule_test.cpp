@@ -31,7 +31,9 @@ struct Slot {
   Terms terms;
 };
 
+// A rank sends to one peer only in all schedules so far, so connections are named by their sender.
 struct Connection {
+  i32 to = -1;
   u64 sent, received;
   std::array<Slot, 8> slots;
 };
@@ -41,9 +43,10 @@ class Replay {
  public:
   // Counters start just below their wrap.
   Replay(const FlagShape& shape, u32 channel)
-      : shape_(shape), channel_(channel), connections_(shape.nranks * shape.nranks) {
+      : shape_(shape), channel_(channel), connections_(shape.nranks) {
     for (Connection& connection : connections_) connection.sent = connection.received = ~u64{0} - 2;
-    const u64 units = divide_up(shape.bytes, kUnit);
+    range_ = channel_range(shape, channel);
+    const u64 units = divide_up(range_.bytes, kUnit);
     outputs_.assign(shape.nranks, std::vector<u64>(units, 0));
     terms_.assign(shape.nranks, std::vector<Terms>(units));
   }
@@ -73,14 +76,13 @@ class Replay {
   // each.
   template <class Expected>
   void expect_output(u32 rank, Expected expected) const {
-    const Range range = channel_range(shape_, channel_);
     u64 pieces = 0;
-    for (u64 at = range.begin; at < range.end(); ++pieces) {
-      const u64 bytes = outputs_[rank][at / kUnit];
+    for (u64 at = range_.begin; at < range_.end(); ++pieces) {
+      const u64 bytes = outputs_[rank][unit(at)];
       check(bytes > 0, "output has a hole", at);
-      check(terms_[rank][at / kUnit] == expected(at), "wrong terms", at);
+      check(terms_[rank][unit(at)] == expected(at), "wrong terms", at);
       at += bytes;
-      check(at <= range.end(), "output runs over the channel", at);
+      check(at <= range_.end(), "output runs over the channel", at);
     }
     check(pieces == writes(rank), "output written twice", pieces);
   }
@@ -99,19 +101,21 @@ class Replay {
     return count;
   }
 
-  Connection& connection(u32 from, u32 to) { return connections_[from * shape_.nranks + to]; }
-
   bool step(u32 rank, const Prim& prim) {
     const u64 mask = shape_.slots - 1;
-    Connection* in = prim.recv_from < 0 ? nullptr : &connection(prim.recv_from, rank);
-    Connection* out = prim.send_to < 0 ? nullptr : &connection(rank, prim.send_to);
+    Connection* in = prim.recv_from < 0 ? nullptr : &connections_[prim.recv_from];
+    Connection* out = prim.send_to < 0 ? nullptr : &connections_[rank];
     if (in != nullptr && in->sent == in->received) return false;
     if (out != nullptr && out->sent - out->received >= shape_.slots) return false;
+    check(in == nullptr || in->to == static_cast<i32>(rank), "receives what goes elsewhere", rank);
+    if (out != nullptr) {
+      check(out->to < 0 || out->to == prim.send_to, "sends to two peers", rank);
+      out->to = prim.send_to;
+    }
     check(in != nullptr || prim.read_input, "nothing to move", prim.offset);
     check(out != nullptr || prim.write_output, "nowhere to move to", prim.offset);
     check(prim.bytes <= shape_.slice_bytes, "slice larger than a slot", prim.offset);
-    const Range range = channel_range(shape_, channel_);
-    check(prim.offset >= range.begin && prim.offset + prim.bytes <= range.end(),
+    check(prim.offset >= range_.begin && prim.offset + prim.bytes <= range_.end(),
           "outside of the channel", prim.offset);
     Terms terms;
     if (in != nullptr) {
@@ -123,15 +127,15 @@ class Replay {
     }
     if (prim.read_input) {
       // In place is allowed, so a rank must not have written what it still reads.
-      check(prim.bytes == 0 || outputs_[rank][prim.offset / kUnit] == 0, "input read after output",
+      check(prim.bytes == 0 || outputs_[rank][unit(prim.offset)] == 0, "input read after output",
             prim.offset);
       terms = plus(terms, rank);
     }
     if (prim.write_output && prim.bytes > 0) {
       check(prim.offset % kUnit == 0, "offset splits elements", prim.offset);
-      check(outputs_[rank][prim.offset / kUnit] == 0, "output written twice", prim.offset);
-      outputs_[rank][prim.offset / kUnit] = prim.bytes;
-      terms_[rank][prim.offset / kUnit] = terms;
+      check(outputs_[rank][unit(prim.offset)] == 0, "output written twice", prim.offset);
+      outputs_[rank][unit(prim.offset)] = prim.bytes;
+      terms_[rank][unit(prim.offset)] = terms;
     }
     if (out != nullptr) {
       Slot& slot = out->slots[out->sent++ & mask];
@@ -141,8 +145,12 @@ class Replay {
     return true;
   }
 
+  // Bounds lie on units, so a unit stands for all that begins there.
+  u64 unit(u64 offset) const { return (offset - range_.begin) / kUnit; }
+
   FlagShape shape_;
   u32 channel_;
+  Range range_{};
   std::vector<Connection> connections_;
   std::vector<std::vector<u64>> outputs_;  // [rank][unit]: bytes written from there on
   std::vector<std::vector<Terms>> terms_;

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,11 @@ struct Registration {
   std::printf("%s:%d: %s is false: %s\n", file, line, condition, values.c_str());
   std::fflush(stdout);
   std::_Exit(1);  // other threads may be in the middle of something
+}
+
+// memcmp() that takes the null pointers of empty vectors.
+inline bool same_bytes(const void* a, const void* b, size_t bytes) {
+  return bytes == 0 || std::memcmp(a, b, bytes) == 0;
 }
 
 }  // namespace pyparallel::testing
