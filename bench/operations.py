@@ -5,6 +5,7 @@ values are small integers, so every type holds them exactly and a right result i
 bit, whatever the order of additions.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,9 +63,13 @@ class Operation:
     rooted: bool = True
 
 
+@functools.lru_cache(maxsize=1)
+def _base(count: int) -> Tensor:
+    return torch.randint(8, (count,), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+
+
 def _values(rank: int, count: int) -> Tensor:
-    base = torch.randint(8, (count,), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
-    return base.add_(rank).bitwise_and_(7)
+    return (_base(count) + rank).bitwise_and_(7)
 
 
 def _sums(nranks: int, count: int) -> Tensor:

@@ -57,7 +57,7 @@ def print_section(operation: Operation, algorithm: str) -> None:
     columns = f"{'time':>9} {'algbw':>7} {'busbw':>7} {'#wrong':>6}"
     units = f"{'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':>6}"
     print(f"#\n# {operation.name}, algorithm {algorithm}")
-    print(f"#{'':50} {'out-of-place':^32}  {'in-place':^32}")
+    print(f"#{'':50} {'out-of-place':^32}  {'in-place':>18}")
     print(
         f"#{'size':>12} {'count':>12} {'type':>9} {'redop':>6} {'root':>5}    {columns}  {columns}"
     )
