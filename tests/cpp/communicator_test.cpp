@@ -77,6 +77,7 @@ TEST(segments_lie_at_their_offsets_and_absent_ranks_add_nothing) {
                                    world.streams, "auto");
       for (u32 r = 0; r + 1 < n; ++r) {
         for (u64 k = 0; k < segments.size(); ++k) {
+          if (segments[k].bytes == 0) continue;  // memcmp takes no null pointer
           EXPECT(std::memcmp(destinations[r].data() + segments[k].offset, root_sources[k],
                              segments[k].bytes) == 0,
                  "rank ", r, ", segment ", k);
