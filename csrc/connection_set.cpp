@@ -38,9 +38,9 @@ ConnectionSet::ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 sl
   records_ = reinterpret_cast<FailureRecord*>(host + words);
   for (u32 rank = 0; rank < nranks; ++rank) {
     sends_.push_back(
-        reinterpret_cast<SendEnd*>(allocate(rank, nranks * nchannels * sizeof(SendEnd))));
+        reinterpret_cast<SendEnd*>(allocate(rank, nranks * nchannels * sizeof(SendEnd), 0)));
     recvs_.push_back(
-        reinterpret_cast<RecvEnd*>(allocate(rank, nranks * nchannels * sizeof(RecvEnd))));
+        reinterpret_cast<RecvEnd*>(allocate(rank, nranks * nchannels * sizeof(RecvEnd), 0)));
   }
 }
 
@@ -50,17 +50,17 @@ ConnectionSet::~ConnectionSet() {
   backend_.release_host(abort_word_);
 }
 
-u8* ConnectionSet::allocate(u32 rank, u64 bytes) {
-  void* memory = backend_.allocate(rank, bytes);
+u8* ConnectionSet::allocate(u32 rank, u64 bytes, RankSet touched_by) {
+  void* memory = backend_.allocate(rank, bytes, touched_by);
   allocations_.push_back({rank, memory});
   return static_cast<u8*>(memory);
 }
 
 void ConnectionSet::connect(u32 from, u32 to) {
   if (connected_[from * nranks_ + to]) return;
-  u8* sender = allocate(from, nchannels_ * 2 * kWordBytes);
-  u8* receiver = allocate(to, nchannels_ * 2 * kWordBytes);
-  u8* slots = allocate(to, nchannels_ * slots_ * slot_bytes_);
+  u8* sender = allocate(from, nchannels_ * 2 * kWordBytes, 1u << to);
+  u8* receiver = allocate(to, nchannels_ * 2 * kWordBytes, 1u << from);
+  u8* slots = allocate(to, nchannels_ * slots_ * slot_bytes_, 1u << from);
   std::vector<SendEnd> send_ends(nchannels_);
   std::vector<RecvEnd> recv_ends(nchannels_);
   for (u32 channel = 0; channel < nchannels_; ++channel) {

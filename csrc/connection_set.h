@@ -35,7 +35,7 @@ class ConnectionSet {
     u32 rank;
     void* memory;
   };
-  u8* allocate(u32 rank, u64 bytes);
+  u8* allocate(u32 rank, u64 bytes, RankSet touched_by);
   void connect(u32 from, u32 to);
   std::string describe(const FailureRecord& record, const std::string& operation) const;
 

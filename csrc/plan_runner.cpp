@@ -26,7 +26,7 @@ void* PlanRunner::address(const Place& place, const PlanBuffers& buffers) {
     case Memory::kStage:
       while (stages_.size() < nranks_) {
         const auto rank = static_cast<u32>(stages_.size());
-        stages_.push_back(backend_.allocate(rank, stage_bytes(staging())));
+        stages_.push_back(backend_.allocate(rank, stage_bytes(staging()), all_ranks(nranks_)));
       }
       base = static_cast<u8*>(stages_[place.rank]);
       break;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../device/connection.h"
+#include "../topology.h"
 
 namespace pyparallel {
 
@@ -39,10 +40,14 @@ class Backend {
   // 0: blocks of all ranks cannot run at the same time here, and launch_flagged() must not be
   // called.
   virtual u32 max_channels() const = 0;
+  // What connects the devices. Known without trying a pair.
+  virtual Fabric fabric() const = 0;
 
-  // Memory that every rank's kernels may touch, zeroed, aligned to 128 bytes. Not called in steady
-  // state.
-  virtual void* allocate(u32 rank, u64 bytes) = 0;
+  // Memory of `rank` that the kernels of `touched_by` (and of rank itself) may touch, zeroed,
+  // aligned to 128 bytes: on the rank's device if all of these ranks reach it there, else in host
+  // memory. Ask for no rank that does not need it, because each pair of devices is tried at its
+  // first use, which takes milliseconds. Not called in steady state.
+  virtual void* allocate(u32 rank, u64 bytes, RankSet touched_by) = 0;
   virtual void release(u32 rank, void* memory) noexcept = 0;
   // Host memory that kernels of every rank may touch, zeroed (abort words, failure records).
   virtual void* allocate_host(u64 bytes) = 0;

@@ -203,7 +203,7 @@ TEST(tasks_behind_a_barrier_see_what_came_before) {
 TEST(memory_is_zeroed_and_aligned) {
   const auto backend = make_host_backend(1);
   for (const u64 bytes : {1, 127, 128, 5000}) {
-    auto* memory = static_cast<u8*>(backend->allocate(0, bytes));
+    auto* memory = static_cast<u8*>(backend->allocate(0, bytes, 0));
     EXPECT(reinterpret_cast<std::uintptr_t>(memory) % 128 == 0);
     for (u64 i = 0; i < bytes; ++i) EXPECT(memory[i] == 0);
     std::memset(memory, kPoison, bytes);

@@ -17,9 +17,10 @@ class WrappedBackend : public Backend {
   const char* name() const override { return host_->name(); }
   bool direct() const override { return host_->direct(); }
   u32 max_channels() const override { return host_->max_channels(); }
-  void* allocate(u32 rank, u64 bytes) override {
+  Fabric fabric() const override { return host_->fabric(); }
+  void* allocate(u32 rank, u64 bytes, RankSet touched_by) override {
     ++allocations;
-    return host_->allocate(rank, bytes);
+    return host_->allocate(rank, bytes, touched_by);
   }
   void release(u32 rank, void* memory) noexcept override {
     --allocations;

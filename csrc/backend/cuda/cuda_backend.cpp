@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <string_view>
+#include <unordered_set>
 
 #include "../../check.h"
 #include "cuda_check.h"
@@ -28,6 +29,18 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
+// Native atomics work over links such as NVLink and not over the bus.
+Topology topology_of(const StreamOrder& order, u32 nranks) {
+  std::vector<u32> rank_device;
+  for (u32 rank = 0; rank < nranks; ++rank) rank_device.push_back(order.device_index(rank));
+  return Topology(rank_device, [&order](DevicePair pair) {
+    int atomics = 0;
+    PP_CUDA(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported,
+                                      order.device(pair.from), order.device(pair.to)));
+    return atomics != 0;
+  });
+}
+
 class CudaBackend final : public Backend {
  public:
   // Call inside the scope of a DeviceGuard.
@@ -41,8 +54,9 @@ class CudaBackend final : public Backend {
   // 0 where several devices are launched by one thread and launches block: the first kernel would
   // wait for blocks that are launched after it. Also 0 where a device cannot launch cooperatively.
   u32 max_channels() const override { return max_channels_; }
+  Fabric fabric() const override { return topology_.fabric(); }
 
-  void* allocate(u32 rank, u64 bytes) override;
+  void* allocate(u32 rank, u64 bytes, RankSet touched_by) override;
   void release(u32 rank, void* memory) noexcept override;
   void* allocate_host(u64 bytes) override;
   void release_host(void* memory) noexcept override;
@@ -63,31 +77,32 @@ class CudaBackend final : public Backend {
 
   std::unique_ptr<StreamOrder>
       order_;  // a pointer, so that the destructor can end it while its DeviceGuard lives
-  std::vector<LocalRanks> local_;  // per device
-  bool peer_access_ = false;  // false: the ranks share pinned host memory instead of device memory
+  Topology topology_;
+  std::vector<LocalRanks> local_;         // per device
+  std::unordered_set<void*> host_words_;  // what allocate() gave that lies in host memory
   u32 max_channels_ = 0;
 };
 
 CudaBackend::CudaBackend(const std::vector<int>& rank_devices)
-    : order_(std::make_unique<StreamOrder>(rank_devices)), local_(order_->ndevices()) {
+    : order_(std::make_unique<StreamOrder>(rank_devices)),
+      topology_(topology_of(*order_, static_cast<u32>(rank_devices.size()))),
+      local_(order_->ndevices()) {
   for (u32 rank = 0; rank < rank_devices.size(); ++rank) {
     LocalRanks& local = local_[order_->device_index(rank)];
     local.ranks[local.count++] = static_cast<u8>(rank);
   }
-  std::vector<int> devices;
   u32 channels = ~0u;
   for (u32 d = 0; d < order_->ndevices(); ++d) {
     const int device = order_->device(d);
-    devices.push_back(device);
     set_device(device);
     load_event_kernels();
+    load_peer_kernels();
     const u32 blocks =
         load_flag_kernels() * static_cast<u32>(attribute(cudaDevAttrMultiProcessorCount, device));
     const bool cooperative = attribute(cudaDevAttrCooperativeLaunch, device) != 0;
     channels = std::min(channels, cooperative ? blocks / local_[d].count : 0);
   }
   max_channels_ = order_->ndevices() > 1 && launches_block() ? 0 : channels;
-  peer_access_ = peer_access(devices);
 }
 
 CudaBackend::~CudaBackend() {
@@ -100,9 +115,12 @@ CudaBackend::~CudaBackend() {
   }
 }
 
-void* CudaBackend::allocate(u32 rank, u64 bytes) {
-  if (!peer_access_) return allocate_host(bytes);
+void* CudaBackend::allocate(u32 rank, u64 bytes, RankSet touched_by) {
   const DeviceGuard guard;
+  const bool on_device = topology_.on_device(rank, touched_by, [this](DevicePair pair) {
+    return peer_usable(order_->device(pair.from), order_->device(pair.to));
+  });
+  if (!on_device) return *host_words_.insert(allocate_host(bytes)).first;
   const int device = device_of(rank);
   set_device(device);
   void* memory = nullptr;
@@ -118,7 +136,7 @@ void* CudaBackend::allocate(u32 rank, u64 bytes) {
 
 // Errors are ignored, because at process exit the runtime may be gone, and all memory with it.
 void CudaBackend::release(u32 rank, void* memory) noexcept {
-  if (!peer_access_) return release_host(memory);
+  if (host_words_.erase(memory) != 0) return release_host(memory);
   try {
     const DeviceGuard guard;
     set_device(device_of(rank));
@@ -148,7 +166,7 @@ void CudaBackend::release_host(void* memory) noexcept {
 }
 
 void CudaBackend::write(u32 rank, void* to, const void* from, u64 bytes) {
-  if (!peer_access_) {
+  if (host_words_.contains(to)) {
     std::memcpy(to, from, bytes);
     return;
   }

@@ -1,175 +1,268 @@
-// The trial of a directed pair: one GPU stores a pattern into the other's memory and loads it back.
+// The trial of peer access on GPUs: kernels that store, load and compare, and their bounded waits.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
-#include "../../base.h"
 #include "../../check.h"
+#include "../../device/gpu_context.h"
+#include "../../probe.h"
 #include "cuda_check.h"
 #include "device_guard.h"
 #include "peer.h"
-#include "stream_order.h"
 
 namespace pyparallel {
 namespace {
 
-constexpr u32 kWords = 1u << 18;  // 1 MiB: many pages and many packets
+using Clock = std::chrono::steady_clock;
+
 constexpr u32 kBlocks = 32, kThreads = 256;
-constexpr auto kTrialTime =
-    std::chrono::seconds(10);  // a trial takes under 1 ms; broken peer access may hang
+// One warp moves a message, 16 bytes a lane.
+constexpr u32 kLanes = PairPort::kMessageWords / 4;
+constexpr u64 kStride = PairPort::kMessageWords + PairPort::kFlagWords;  // words between messages
+static_assert(PairPort::kMessages * kStride <= PairPort::kWords, "all messages fit");
+// A step of a trial takes milliseconds; broken peer access may hang.
+constexpr auto kStepTime = std::chrono::seconds(10);
+constexpr u64 kLitmusNs = 2'000'000'000;  // ends a wait for a flag that never comes
 
-PP_HD u32 pattern(u32 i, u32 seed) {
-  const u32 x = (i + seed) * 0x9e3779b1u;
-  return x ^ (x >> 15);
+// Where a wrong word is and what it was, in one store, so that the reports of two threads never
+// mix.
+constexpr u64 kNothingWrong = ~u64{0};
+__device__ __forceinline__ void report(u64* wrong, u32 word, u32 seen) {
+  *wrong = u64{word} << 32 | seen;
 }
 
-__global__ void store_pattern(u32* to, u32 seed) {
-  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kWords; i += gridDim.x * blockDim.x)
-    to[i] = pattern(i, seed);
-}
-
-__global__ void load_pattern(const u32* from, u32 seed, u32* wrong) {
-  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kWords; i += gridDim.x * blockDim.x) {
-    if (from[i] != pattern(i, seed)) *wrong = 1;  // every writer stores the same value
+__global__ void fill_kernel(u32* words, u32 seed) {
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < PairPort::kWords;
+       i += gridDim.x * blockDim.x) {
+    words[i] = PairPort::pattern(i, seed);
   }
 }
 
-struct FreeDevice {
-  void operator()(void* memory) const { cudaFree(memory); }
-};
-struct FreeHost {
-  void operator()(void* memory) const { cudaFreeHost(memory); }
-};
-struct DestroyStream {
-  void operator()(cudaStream_t stream) const { cudaStreamDestroy(stream); }
-};
-
-bool finished_in_time(cudaStream_t stream) {
-  const auto deadline = std::chrono::steady_clock::now() + kTrialTime;
-  while (true) {
-    const cudaError_t state = cudaStreamQuery(stream);
-    if (state == cudaSuccess) return true;
-    if (state != cudaErrorNotReady) throw_cuda_error(state, "cudaStreamQuery");
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+__global__ void check_kernel(const u32* words, u32 seed, u64* wrong) {
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < PairPort::kWords;
+       i += gridDim.x * blockDim.x) {
+    const u32 seen = words[i];
+    if (seen != PairPort::pattern(i, seed)) report(wrong, i, seen);
   }
 }
 
-// What went wrong when kernels of `from` stored to and loaded from memory of `to`; empty if nothing
-// did.
-std::string data_fault(int from, int to) {
-  set_device(to);
-  void* memory = nullptr;
-  PP_CUDA(cudaMalloc(&memory, kWords * sizeof(u32)));
-  std::unique_ptr<void, FreeDevice> owned(memory);
-  u32* words = static_cast<u32*>(memory);
+// Posts and waits as the flag-ordered kernels do.
+__global__ void send_kernel(u32* words, u32 seed) {
+  const GpuContext c;
+  for (u64 m = 0; m < PairPort::kMessages; ++m) {
+    u32* message = words + m * kStride;
+    Pack pack;
+    for (u32 i = 0; i < 4; ++i)
+      pack.words[i] =
+          PairPort::pattern(static_cast<u32>(m * PairPort::kMessageWords) + c.tid() * 4 + i, seed);
+    c.store(reinterpret_cast<Pack*>(message) + c.tid(), pack);
+    c.sync();
+    if (c.tid() == 0) c.post(reinterpret_cast<u64*>(message + PairPort::kMessageWords), seed);
+  }
+}
 
-  set_device(from);
-  void* host = nullptr;
-  PP_CUDA(cudaHostAlloc(&host, sizeof(u32), cudaHostAllocPortable | cudaHostAllocMapped));
-  std::unique_ptr<void, FreeHost> owned_host(host);
-  volatile u32* wrong = static_cast<u32*>(host);
-  cudaStream_t stream = nullptr;
-  PP_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  std::unique_ptr<CUstream_st, DestroyStream> owned_stream(stream);
-
-  // Twice, because stale words of the first round would pass a second round with the same seed.
-  std::vector<u32> seen(kWords);
-  for (const u32 seed : {0x51edu, 0xc0ffeeu}) {
-    *wrong = 0;
-    store_pattern<<<kBlocks, kThreads, 0, stream>>>(words, seed);
-    PP_CUDA(cudaGetLastError());
-    load_pattern<<<kBlocks, kThreads, 0, stream>>>(words, seed, static_cast<u32*>(host));
-    PP_CUDA(cudaGetLastError());
-    if (!finished_in_time(stream)) {
-      // Memory that a hung kernel still uses cannot be freed: cudaFree would wait for it.
-      owned.release();
-      owned_host.release();
-      owned_stream.release();
-      return "a kernel that used it did not finish";
+__global__ void receive_kernel(const u32* words, u32 seed, u64* wrong, u32* expired) {
+  const GpuContext c;
+  const u64 deadline = c.now_ns() + kLitmusNs;
+  for (u64 m = 0; m < PairPort::kMessages; ++m) {
+    const u32* message = words + m * kStride;
+    const auto* flag = reinterpret_cast<const u64*>(message + PairPort::kMessageWords);
+    bool arrived = true;
+    if (c.tid() == 0) {
+      while (arrived && c.relaxed(flag) != seed) arrived = c.now_ns() < deadline;
+      if (arrived) {
+        c.acquire(flag);
+      } else {
+        *expired = 1;
+      }
     }
-    set_device(to);
-    PP_CUDA(cudaMemcpyAsync(seen.data(), words, kWords * sizeof(u32), cudaMemcpyDeviceToHost,
-                            setup_stream(to)));
-    PP_CUDA(cudaStreamSynchronize(setup_stream(to)));
-    set_device(from);
-    for (u32 i = 0; i < kWords; ++i) {
-      if (seen[i] != pattern(i, seed))
-        return message("word ", i, " was stored as ", pattern(i, seed), " and is ", seen[i]);
+    if (!c.sync_and(arrived)) return;
+    const Pack pack = c.load(reinterpret_cast<const Pack*>(message) + c.tid());
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 word = static_cast<u32>(m * PairPort::kMessageWords) + c.tid() * 4 + i;
+      if (pack.words[i] != PairPort::pattern(word, seed)) report(wrong, word, pack.words[i]);
     }
-    if (*wrong) return "loads gave other words than were stored";
   }
-  return {};
 }
 
-std::string pair_fault(int from, int to) {
+class CudaPairPort final : public PairPort {
+ public:
+  CudaPairPort(int from, int to) : from_{from}, to_{to} {}
+  ~CudaPairPort() override;
+
+  std::string open() override;
+  void give_up() override;
+  Outcome fill(Place kernel, Place memory, u32 seed) override;
+  Outcome check(Place kernel, Place memory, u32 seed) override;
+  Outcome copy(Place source, Place destination) override;
+  Outcome litmus(u32 seed) override;
+
+ private:
+  struct Side {
+    int device;
+    cudaStream_t stream = nullptr;
+    u32* words = nullptr;
+  };
+  Side& side(Place place) { return place == Place::kFrom ? from_ : to_; }
+  u32* words(Place place) { return place == Place::kHost ? host_words_ : side(place).words; }
+
+  // Calls launch() and waits until `side`'s stream has done it.
+  template <class Launch>
+  Outcome run(Side& side, Launch launch);
+  bool wait(cudaStream_t stream);
+  Outcome judged(Outcome outcome, u32 seed) const;
+
+  Side from_, to_;
+  u32* host_words_ = nullptr;
+  volatile u64* wrong_ = nullptr;    // behind the words, so that one allocation holds all
+  volatile u32* expired_ = nullptr;  // non-zero: the receiver gave up
+  bool enabled_ = false;             // by us, not by somebody before us
+  bool stuck_ = false;
+};
+
+std::string CudaPairPort::open() {
   int possible = 0;
-  PP_CUDA(cudaDeviceCanAccessPeer(&possible, from, to));
+  PP_CUDA(cudaDeviceCanAccessPeer(&possible, from_.device, to_.device));
   if (!possible) return "the driver offers no peer access";
-  set_device(from);
-  const cudaError_t enabled = cudaDeviceEnablePeerAccess(to, 0);
+  set_device(from_.device);
+  const cudaError_t enabled = cudaDeviceEnablePeerAccess(to_.device, 0);
   cudaGetLastError();  // "already enabled", by torch for one, is success
   if (enabled != cudaSuccess && enabled != cudaErrorPeerAccessAlreadyEnabled)
     return cudaGetErrorString(enabled);
-  std::string fault = data_fault(from, to);
-  if (!fault.empty() && enabled == cudaSuccess) {
-    set_device(from);
-    cudaDeviceDisablePeerAccess(
-        to);  // because copies of others between the two would use it from now on
-    cudaGetLastError();
+  enabled_ = enabled == cudaSuccess;
+  for (Side* side : {&from_, &to_}) {
+    set_device(side->device);
+    PP_CUDA(cudaStreamCreateWithFlags(&side->stream, cudaStreamNonBlocking));
+    PP_CUDA(cudaMalloc(&side->words, kBytes));
   }
-  return fault;
+  void* host = nullptr;
+  PP_CUDA(
+      cudaHostAlloc(&host, kBytes + 2 * sizeof(u64), cudaHostAllocPortable | cudaHostAllocMapped));
+  host_words_ = static_cast<u32*>(host);
+  wrong_ = reinterpret_cast<u64*>(host_words_ + kWords);
+  expired_ = reinterpret_cast<u32*>(host_words_ + kWords + 2);
+  return {};
 }
 
-enum class Policy { kAuto, kOff, kForce };
+CudaPairPort::~CudaPairPort() {
+  if (stuck_) return;  // because the frees would wait for the stuck kernel
+  for (Side* side : {&from_, &to_}) {
+    if (!side->stream) continue;
+    cudaSetDevice(side->device);
+    cudaFree(side->words);
+    cudaStreamDestroy(side->stream);
+  }
+  cudaFreeHost(host_words_);
+  cudaGetLastError();
+}
 
-Policy policy() {
-  const char* set = std::getenv("PYPARALLEL_P2P");
-  const std::string value = set ? set : "auto";
-  if (value == "off") return Policy::kOff;
-  if (value == "force") return Policy::kForce;
-  PP_CHECK_ARG(value == "auto" || value.empty(),
-               "PYPARALLEL_P2P must be auto, off or force, but is ", value, ".");
-  return Policy::kAuto;
+// Copies of others between the two would use the access from now on.
+void CudaPairPort::give_up() {
+  if (!enabled_ || stuck_) return;
+  set_device(from_.device);
+  cudaDeviceDisablePeerAccess(to_.device);
+  cudaGetLastError();
+}
+
+bool CudaPairPort::wait(cudaStream_t stream) {
+  const auto start = Clock::now();
+  for (;;) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state == cudaSuccess) return true;
+    if (state != cudaErrorNotReady) throw_cuda_error(state, "cudaStreamQuery");
+    cudaGetLastError();  // because "not ready" counts as the last error in some releases
+    const auto waited = Clock::now() - start;
+    if (waited > kStepTime) return false;
+    // Steps are timed: sleep only where it no longer shows.
+    if (waited > std::chrono::milliseconds(5))
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+template <class Launch>
+PairPort::Outcome CudaPairPort::run(Side& side, Launch launch) {
+  *wrong_ = kNothingWrong;
+  *expired_ = 0;
+  set_device(side.device);
+  const auto start = Clock::now();
+  launch();
+  PP_CUDA(cudaGetLastError());
+  Outcome outcome;
+  outcome.finished = wait(side.stream);
+  stuck_ = !outcome.finished;
+  outcome.ns = static_cast<u64>(std::chrono::nanoseconds(Clock::now() - start).count());
+  return outcome;
+}
+
+PairPort::Outcome CudaPairPort::judged(Outcome outcome, u32 seed) const {
+  const u64 wrong = *wrong_;
+  if (!outcome.finished || wrong == kNothingWrong) return outcome;
+  outcome.right = false;
+  outcome.word = wrong >> 32;
+  outcome.wanted = pattern(static_cast<u32>(outcome.word), seed);
+  outcome.seen = static_cast<u32>(wrong);
+  return outcome;
+}
+
+PairPort::Outcome CudaPairPort::fill(Place kernel, Place memory, u32 seed) {
+  Side& runs = side(kernel);
+  return run(runs,
+             [&] { fill_kernel<<<kBlocks, kThreads, 0, runs.stream>>>(words(memory), seed); });
+}
+
+PairPort::Outcome CudaPairPort::check(Place kernel, Place memory, u32 seed) {
+  Side& runs = side(kernel);
+  const Outcome outcome = run(runs, [&] {
+    check_kernel<<<kBlocks, kThreads, 0, runs.stream>>>(words(memory), seed,
+                                                        const_cast<u64*>(wrong_));
+  });
+  return judged(outcome, seed);
+}
+
+PairPort::Outcome CudaPairPort::copy(Place source, Place destination) {
+  Side& from = side(source);
+  Side& to = side(destination);
+  return run(from, [&] {
+    PP_CUDA(cudaMemcpyPeerAsync(to.words, to.device, from.words, from.device, kBytes, from.stream));
+  });
+}
+
+PairPort::Outcome CudaPairPort::litmus(u32 seed) {
+  const Outcome cleared = run(
+      to_, [&] { PP_CUDA(cudaMemsetAsync(to_.words, 0, kMessages * kStride * 4, to_.stream)); });
+  if (!cleared.finished) return cleared;
+  // The receiver first, so that it is waiting when the first message comes.
+  Outcome outcome = run(from_, [&] {
+    set_device(to_.device);
+    receive_kernel<<<1, kLanes, 0, to_.stream>>>(to_.words, seed, const_cast<u64*>(wrong_),
+                                                 const_cast<u32*>(expired_));
+    PP_CUDA(cudaGetLastError());
+    set_device(from_.device);
+    send_kernel<<<1, kLanes, 0, from_.stream>>>(to_.words, seed);
+  });
+  if (!outcome.finished) return outcome;
+  stuck_ = !wait(to_.stream);
+  outcome.finished = !stuck_ && *expired_ == 0;
+  return judged(outcome, seed);
 }
 
 }  // namespace
 
-bool peer_access(std::span<const int> devices) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, int>, std::string> faults;
-  static bool warned = false;
+void load_peer_kernels() {
+  cudaFuncAttributes attributes;
+  PP_CUDA(cudaFuncGetAttributes(&attributes, fill_kernel));
+  PP_CUDA(cudaFuncGetAttributes(&attributes, check_kernel));
+  PP_CUDA(cudaFuncGetAttributes(&attributes, send_kernel));
+  PP_CUDA(cudaFuncGetAttributes(&attributes, receive_kernel));
+}
 
-  const Policy wanted = policy();
-  if (wanted == Policy::kOff) return false;
-  const std::lock_guard lock(mutex);
-  for (const int from : devices) {
-    for (const int to : devices) {
-      if (from == to) continue;
-      const std::pair pair(from, to);
-      if (!faults.contains(pair)) faults.emplace(pair, pair_fault(from, to));
-      if (faults[pair].empty()) continue;
-      const std::string text =
-          message("GPU ", from, " cannot use the memory of GPU ", to, " (", faults[pair], ")");
-      PP_CHECK(wanted != Policy::kForce, "PYPARALLEL_P2P=force, but ", text, ".");
-      if (!warned) {
-        std::fprintf(
-            stderr,
-            "pyparallel: %s; transfers go through host memory. PYPARALLEL_P2P=off silences this.\n",
-            text.c_str());
-      }
-      warned = true;
-      return false;
-    }
-  }
-  return true;
+bool peer_usable(int from, int to) {
+  // Never destroyed, because a communicator may be used while the process exits.
+  static auto& verdicts = *new PairVerdicts(
+      [](int a, int b) { return std::make_unique<CudaPairPort>(a, b); },
+      [](const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); });
+  return verdicts.usable(from, to, PairVerdicts::parse_policy(std::getenv("PYPARALLEL_P2P")));
 }
 
 }  // namespace pyparallel

@@ -16,7 +16,7 @@ constexpr u64 kAlignment =
 
 }  // namespace
 
-void* HostBackend::allocate(u32, u64 bytes) { return allocate_host(bytes); }
+void* HostBackend::allocate(u32, u64 bytes, RankSet) { return allocate_host(bytes); }
 void HostBackend::release(u32, void* memory) noexcept { std::free(memory); }
 
 void* HostBackend::allocate_host(u64 bytes) {

@@ -11,8 +11,9 @@ class HostBackend final : public Backend {
   const char* name() const override { return "host"; }
   bool direct() const override { return true; }
   u32 max_channels() const override;
+  Fabric fabric() const override { return Fabric::kHost; }
 
-  void* allocate(u32 rank, u64 bytes) override;
+  void* allocate(u32 rank, u64 bytes, RankSet touched_by) override;
   void release(u32 rank, void* memory) noexcept override;
   void* allocate_host(u64 bytes) override;
   void release_host(void* memory) noexcept override;
