@@ -261,9 +261,10 @@ def scatter(
     ranks = resolve_devices(devices, need_index=True)
     if not ranks:
         raise RuntimeError("Expected at least one device to scatter to")
-    source = to_tensor(tensor)
+    # Detached, because a view of a leaf counts as requiring gradients even where none are recorded.
+    source = to_tensor(tensor).detach()
     if chunk_sizes is None:
-        sizes = [chunk.size(dim) for chunk in source.detach().chunk(len(ranks), dim)]
+        sizes = [chunk.size(dim) for chunk in source.chunk(len(ranks), dim)]
     else:
         sizes = list(chunk_sizes)
         if len(sizes) != len(ranks):

@@ -76,7 +76,9 @@ def ordered_strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...
 def common_order(tensors: Sequence[Tensor]) -> list[int]:
     """Returns the order of tensors joined: channels_last if all are, else contiguous."""
     dims = tensors[0].dim()
-    channels_last = [0, *range(2, dims), 1]
-    if dims in (4, 5) and all(memory_order(t) == channels_last for t in tensors):
-        return channels_last
+    if dims in (4, 5):
+        channels_last = [0, *range(2, dims), 1]
+        orders = [memory_order(t) for t in tensors if t.numel()]  # an empty one shows no order
+        if orders and all(order == channels_last for order in orders):
+            return channels_last
     return list(range(dims))

@@ -1,0 +1,53 @@
+"""Environment variables: values, defaults, and errors that name the variable and its value."""
+
+import pytest
+
+from pyparallel import env
+
+
+@pytest.mark.parametrize("text, count", [("4", 4), ("1", 1), ("0", None), ("", None)])
+def test_virtual_device_count(monkeypatch, text, count):
+    monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", text)
+    assert env.virtual_device_count() == count
+
+
+def test_virtual_device_count_unset(monkeypatch):
+    monkeypatch.delenv("PYPARALLEL_VIRTUAL_DEVICES", raising=False)
+    assert env.virtual_device_count() is None
+
+
+@pytest.mark.parametrize("text", ["-1", "four", "1.5"])
+def test_virtual_device_count_refuses(monkeypatch, text):
+    monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", text)
+    with pytest.raises(ValueError, match=f"PYPARALLEL_VIRTUAL_DEVICES must be.*'{text}'"):
+        env.virtual_device_count()
+
+
+def test_timeout(monkeypatch):
+    monkeypatch.setenv("PYPARALLEL_TIMEOUT_MS", "250")
+    assert env.timeout_ms() == 250
+    monkeypatch.delenv("PYPARALLEL_TIMEOUT_MS")
+    assert env.timeout_ms() == env.DEFAULT_TIMEOUT_MS == 30_000
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1s"])
+def test_timeout_refuses(monkeypatch, text):
+    monkeypatch.setenv("PYPARALLEL_TIMEOUT_MS", text)
+    with pytest.raises(ValueError, match=f"PYPARALLEL_TIMEOUT_MS must be.*'{text}'"):
+        env.timeout_ms()
+
+
+@pytest.mark.parametrize(
+    "text, mode", [("", "auto"), ("auto", "auto"), ("off", "off"), ("force", "force")]
+)
+def test_p2p(monkeypatch, text, mode):
+    monkeypatch.setenv("PYPARALLEL_P2P", text)
+    assert env.p2p() == mode
+
+
+def test_p2p_refuses(monkeypatch):
+    monkeypatch.setenv("PYPARALLEL_P2P", "on")
+    with pytest.raises(
+        ValueError, match="PYPARALLEL_P2P must be one of auto, off, force, but is 'on'"
+    ):
+        env.p2p()

@@ -1,0 +1,48 @@
+"""Flat buffers: where tensors lie, and that copies and sums go there."""
+
+import pytest
+import torch
+
+from pyparallel.flat import ALIGNMENT, FlatLayout
+
+CPU = torch.device("cpu")
+
+
+def test_offsets_are_aligned_and_do_not_overlap():
+    layout = FlatLayout([torch.empty(n, dtype=torch.float64) for n in (1, 0, 64, 65, 3)])
+    assert layout.nbytes == [8, 0, 512, 520, 24]
+    assert layout.offsets == [0, 512, 512, 1024, 2048]
+    assert layout.nonempty == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.complex128])
+def test_tensors_lie_at_their_offsets(dtype):
+    tensors = [
+        torch.empty(3, dtype=dtype),
+        torch.empty(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last),
+        torch.empty((), dtype=dtype),
+        torch.empty(0, 2, dtype=dtype),
+    ]
+    layout = FlatLayout(tensors)
+    address, copies = layout.allocate(CPU)
+    for tensor, copy, offset in zip(tensors, copies, layout.offsets, strict=True):
+        assert copy.dtype == dtype and copy.size() == tensor.size()
+        assert copy.stride() == tensor.stride()
+        assert offset % ALIGNMENT == 0
+        assert copy.numel() == 0 or copy.data_ptr() == address + offset
+    again, _ = layout.allocate(CPU)
+    assert again != address
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.empty(3, 4).t(), torch.empty(()), torch.empty(0)], ids=str
+)
+def test_one_tensor_has_memory_of_its_own(tensor):
+    address, (copy,) = FlatLayout([tensor]).allocate(CPU)
+    assert copy.data_ptr() == address and copy.stride() == tensor.stride()
+    assert copy.untyped_storage().nbytes() == tensor.numel() * 4
+
+
+def test_large_buffers_are_counted_in_64_bits():
+    layout = FlatLayout([torch.empty(3 << 30, dtype=torch.int8, device="meta")] * 3)
+    assert layout.offsets == [0, 3 << 30, 6 << 30]
