@@ -106,7 +106,7 @@ class Trial {
     return false;
   }
 
-  static u64 megabytes_per_second(u64 ns) { return PairPort::kBytes * 1000 / std::max(ns, u64{1}); }
+  u64 megabytes_per_second(u64 ns) const { return port_.bytes() * 1000 / std::max(ns, u64{1}); }
 
   bool right(std::string_view what, const Outcome& outcome) {
     if (!outcome.finished) {

@@ -15,19 +15,13 @@
 namespace pyparallel {
 
 // What a trial needs from a machine. Kernels of `from` want to use memory of `to`; each side has
-// kBytes of memory for the trial, and so has the host, pinned, where both sides reach it.
+// bytes() of memory for the trial, and so has the host, pinned, where both sides reach it.
 //
 // Every function waits until the work is done, for a bounded time. After an outcome that is not
-// `finished` the port must not be used again, and its destructor leaves alone what the stuck work
-// may still touch.
+// `finished` only give_up() may be called, and the destructor leaves alone what the stuck work may
+// still touch.
 class PairPort {
  public:
-  static constexpr u64 kBytes = 8 << 20;  // many pages, many packets
-  static constexpr u64 kWords = kBytes / sizeof(u32);
-  // Messages of a litmus run: kMessageWords of data and then, in a line of its own, a flag.
-  static constexpr u64 kMessages = 4096;
-  static constexpr u64 kMessageWords = 128, kFlagWords = 32;
-
   enum class Place : u8 { kFrom, kTo, kHost };
 
   struct Outcome {
@@ -39,6 +33,7 @@ class PairPort {
   };
 
   virtual ~PairPort() = default;
+  virtual u64 bytes() const = 0;
   // Empty, or why there can be no access at all. Nothing else is called then.
   virtual std::string open() = 0;
   // Undoes what open() changed for others. Called after a trial that failed.
@@ -50,10 +45,10 @@ class PairPort {
   virtual Outcome check(Place kernel, Place memory, u32 seed) = 0;
   // The copy engine moves all words from the memory of one side to that of the other.
   virtual Outcome copy(Place source, Place destination) = 0;
-  // A kernel of `from` stores messages into memory of `to`, each time data first and then, with a
-  // release, the flag; a kernel of `to` runs at the same time, waits for each flag with an acquire,
-  // and then checks the data. Message m has the words pattern(m * kMessageWords + i, seed) and the
-  // flag `seed`; the memory held other words before.
+  // A kernel of `from` stores many short messages into memory of `to`, each time data first and
+  // then, with a release, the flag; a kernel of `to` runs at the same time, waits for each flag
+  // with an acquire, and then checks the data. Word i of all data is pattern(i, seed); the memory
+  // held other words before.
   virtual Outcome litmus(u32 seed) = 0;
 
   static PP_HD constexpr u32 pattern(u32 i, u32 seed) {

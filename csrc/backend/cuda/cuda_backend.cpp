@@ -79,7 +79,7 @@ class CudaBackend final : public Backend {
       order_;  // a pointer, so that the destructor can end it while its DeviceGuard lives
   Topology topology_;
   std::vector<LocalRanks> local_;         // per device
-  std::unordered_set<void*> host_words_;  // what allocate() gave that lies in host memory
+  std::unordered_set<void*> host_memory_;  // what allocate() gave that lies in host memory
   u32 max_channels_ = 0;
 };
 
@@ -120,7 +120,7 @@ void* CudaBackend::allocate(u32 rank, u64 bytes, RankSet touched_by) {
   const bool on_device = topology_.on_device(rank, touched_by, [this](DevicePair pair) {
     return peer_usable(order_->device(pair.from), order_->device(pair.to));
   });
-  if (!on_device) return *host_words_.insert(allocate_host(bytes)).first;
+  if (!on_device) return *host_memory_.insert(allocate_host(bytes)).first;
   const int device = device_of(rank);
   set_device(device);
   void* memory = nullptr;
@@ -136,7 +136,7 @@ void* CudaBackend::allocate(u32 rank, u64 bytes, RankSet touched_by) {
 
 // Errors are ignored, because at process exit the runtime may be gone, and all memory with it.
 void CudaBackend::release(u32 rank, void* memory) noexcept {
-  if (host_words_.erase(memory) != 0) return release_host(memory);
+  if (host_memory_.erase(memory) != 0) return release_host(memory);
   try {
     const DeviceGuard guard;
     set_device(device_of(rank));
@@ -166,7 +166,7 @@ void CudaBackend::release_host(void* memory) noexcept {
 }
 
 void CudaBackend::write(u32 rank, void* to, const void* from, u64 bytes) {
-  if (host_words_.contains(to)) {
+  if (host_memory_.contains(to)) {
     std::memcpy(to, from, bytes);
     return;
   }

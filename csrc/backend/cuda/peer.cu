@@ -17,10 +17,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr u32 kBlocks = 32, kThreads = 256;
-// One warp moves a message, 16 bytes a lane.
-constexpr u32 kLanes = PairPort::kMessageWords / 4;
-constexpr u64 kStride = PairPort::kMessageWords + PairPort::kFlagWords;  // words between messages
-static_assert(PairPort::kMessages * kStride <= PairPort::kWords, "all messages fit");
+constexpr u64 kBytes = 8 << 20;  // many pages, many packets
+constexpr u64 kWords = kBytes / sizeof(u32);
+// A message of a litmus run: one warp stores 16 bytes a lane, and then a flag in a line of its own.
+constexpr u32 kLanes = 32;
+constexpr u64 kMessages = 4096, kMessageWords = kLanes * 4;
+constexpr u64 kStride = kMessageWords + 32;  // words between messages
+static_assert(kMessages * kStride <= kWords, "all messages fit");
 // A step of a trial takes milliseconds; broken peer access may hang.
 constexpr auto kStepTime = std::chrono::seconds(10);
 constexpr u64 kLitmusNs = 2'000'000'000;  // ends a wait for a flag that never comes
@@ -33,15 +36,13 @@ __device__ __forceinline__ void report(u64* wrong, u32 word, u32 seen) {
 }
 
 __global__ void fill_kernel(u32* words, u32 seed) {
-  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < PairPort::kWords;
-       i += gridDim.x * blockDim.x) {
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kWords; i += gridDim.x * blockDim.x) {
     words[i] = PairPort::pattern(i, seed);
   }
 }
 
 __global__ void check_kernel(const u32* words, u32 seed, u64* wrong) {
-  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < PairPort::kWords;
-       i += gridDim.x * blockDim.x) {
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kWords; i += gridDim.x * blockDim.x) {
     const u32 seen = words[i];
     if (seen != PairPort::pattern(i, seed)) report(wrong, i, seen);
   }
@@ -50,24 +51,24 @@ __global__ void check_kernel(const u32* words, u32 seed, u64* wrong) {
 // Posts and waits as the flag-ordered kernels do.
 __global__ void send_kernel(u32* words, u32 seed) {
   const GpuContext c;
-  for (u64 m = 0; m < PairPort::kMessages; ++m) {
+  for (u64 m = 0; m < kMessages; ++m) {
     u32* message = words + m * kStride;
     Pack pack;
     for (u32 i = 0; i < 4; ++i)
       pack.words[i] =
-          PairPort::pattern(static_cast<u32>(m * PairPort::kMessageWords) + c.tid() * 4 + i, seed);
+          PairPort::pattern(static_cast<u32>(m * kMessageWords) + c.tid() * 4 + i, seed);
     c.store(reinterpret_cast<Pack*>(message) + c.tid(), pack);
     c.sync();
-    if (c.tid() == 0) c.post(reinterpret_cast<u64*>(message + PairPort::kMessageWords), seed);
+    if (c.tid() == 0) c.post(reinterpret_cast<u64*>(message + kMessageWords), seed);
   }
 }
 
 __global__ void receive_kernel(const u32* words, u32 seed, u64* wrong, u32* expired) {
   const GpuContext c;
   const u64 deadline = c.now_ns() + kLitmusNs;
-  for (u64 m = 0; m < PairPort::kMessages; ++m) {
+  for (u64 m = 0; m < kMessages; ++m) {
     const u32* message = words + m * kStride;
-    const auto* flag = reinterpret_cast<const u64*>(message + PairPort::kMessageWords);
+    const auto* flag = reinterpret_cast<const u64*>(message + kMessageWords);
     bool arrived = true;
     if (c.tid() == 0) {
       while (arrived && c.relaxed(flag) != seed) arrived = c.now_ns() < deadline;
@@ -80,7 +81,7 @@ __global__ void receive_kernel(const u32* words, u32 seed, u64* wrong, u32* expi
     if (!c.sync_and(arrived)) return;
     const Pack pack = c.load(reinterpret_cast<const Pack*>(message) + c.tid());
     for (u32 i = 0; i < 4; ++i) {
-      const u32 word = static_cast<u32>(m * PairPort::kMessageWords) + c.tid() * 4 + i;
+      const u32 word = static_cast<u32>(m * kMessageWords) + c.tid() * 4 + i;
       if (pack.words[i] != PairPort::pattern(word, seed)) report(wrong, word, pack.words[i]);
     }
   }
@@ -91,6 +92,7 @@ class CudaPairPort final : public PairPort {
   CudaPairPort(int from, int to) : from_{from}, to_{to} {}
   ~CudaPairPort() override;
 
+  u64 bytes() const override { return kBytes; }
   std::string open() override;
   void give_up() override;
   Outcome fill(Place kernel, Place memory, u32 seed) override;
