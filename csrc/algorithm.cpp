@@ -1,16 +1,40 @@
-// Names of algorithms and the selection table.
+// Names and properties of the algorithms.
 #include "algorithm.h"
+
+#include <string>
 
 #include "check.h"
 
 namespace pyparallel {
 namespace {
 
-// Of each collective: the event-ordered algorithm, then the flag-ordered one.
-constexpr Algorithm kAlgorithms[3][2] = {
-    {{"push", false, {}}, {"chain", true, FlagAlgorithm::kChainBroadcast}},
-    {{"owner", false, {}}, {"chain", true, FlagAlgorithm::kChainReduce}},
-    {{"two_shot", false, {}}, {"ring", true, FlagAlgorithm::kRingAllReduce}},
+constexpr Algorithm event_ordered(Collective collective, const char* name, EventAlgorithm algorithm,
+                                  Rounding rounding = Rounding::kRankOrder) {
+  return {collective, name, rounding, false, algorithm, {}};
+}
+constexpr Algorithm flag_ordered(Collective collective, const char* name, FlagAlgorithm algorithm,
+                                 Rounding rounding = Rounding::kRankOrder) {
+  return {collective, name, rounding, true, {}, algorithm};
+}
+
+constexpr Algorithm kBroadcast[] = {
+    event_ordered(Collective::kBroadcast, "push", EventAlgorithm::kPush),
+    event_ordered(Collective::kBroadcast, "two_hop", EventAlgorithm::kTwoHop),
+    event_ordered(Collective::kBroadcast, "copy_chain", EventAlgorithm::kCopyChain),
+    flag_ordered(Collective::kBroadcast, "chain", FlagAlgorithm::kChainBroadcast),
+};
+constexpr Algorithm kReduceAdd[] = {
+    event_ordered(Collective::kReduceAdd, "owner", EventAlgorithm::kOwner),
+    event_ordered(Collective::kReduceAdd, "copy_chain", EventAlgorithm::kCopyChain,
+                  Rounding::kWideRankOrder),
+    flag_ordered(Collective::kReduceAdd, "chain", FlagAlgorithm::kChainReduce,
+                 Rounding::kWideRankOrder),
+};
+constexpr Algorithm kAllReduce[] = {
+    event_ordered(Collective::kAllReduce, "two_shot", EventAlgorithm::kOwner),
+    event_ordered(Collective::kAllReduce, "copy_chain", EventAlgorithm::kCopyChain,
+                  Rounding::kWideRankOrder),
+    flag_ordered(Collective::kAllReduce, "ring", FlagAlgorithm::kRingAllReduce, Rounding::kOther),
 };
 
 }  // namespace
@@ -20,15 +44,32 @@ const char* collective_name(Collective collective) {
   return kNames[static_cast<u32>(collective)];
 }
 
-const Algorithm& select_algorithm(Collective collective, std::string_view requested) {
-  const auto& [event_ordered, flag_ordered] = kAlgorithms[static_cast<u32>(collective)];
-  // The default is event-ordered for every backend, size and rank count: on the host it is faster
-  // throughout, because its threads never wait for each other; on GPUs it cannot hang, and nothing
-  // measured prefers another one yet.
-  if (requested == "auto" || requested == event_ordered.name) return event_ordered;
-  if (requested == flag_ordered.name) return flag_ordered;
-  throw ArgumentError(message(collective_name(collective), ": unknown algorithm '", requested,
-                              "'; choose auto, ", event_ordered.name, " or ", flag_ordered.name));
+const char* rounding_name(Rounding rounding) {
+  constexpr const char* kNames[] = {"rank_order", "wide_rank_order", "other"};
+  return kNames[static_cast<u32>(rounding)];
+}
+
+std::span<const Algorithm> algorithms_of(Collective collective) {
+  switch (collective) {
+    case Collective::kBroadcast:
+      return kBroadcast;
+    case Collective::kReduceAdd:
+      return kReduceAdd;
+    default:
+      return kAllReduce;
+  }
+}
+
+const Algorithm& find_algorithm(Collective collective, std::string_view name) {
+  const std::span<const Algorithm> algorithms = algorithms_of(collective);
+  for (const Algorithm& algorithm : algorithms) {
+    if (name == algorithm.name) return algorithm;
+  }
+  std::string names = "auto";
+  for (const Algorithm& algorithm : algorithms)
+    names += message(&algorithm == &algorithms.back() ? " or " : ", ", algorithm.name);
+  throw ArgumentError(
+      message(collective_name(collective), ": unknown algorithm '", name, "'; choose ", names));
 }
 
 }  // namespace pyparallel

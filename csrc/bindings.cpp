@@ -77,13 +77,15 @@ u32 to_rank(u64 value) { return value > kMaxRanks ? kMaxRanks : static_cast<u32>
 
 std::unique_ptr<Communicator> make_communicator(const std::string& backend, py::handle devices,
                                                 u64 timeout_ms, u32 nchannels, u32 slots,
-                                                u64 slot_bytes, u64 stage_slot_bytes) {
+                                                u64 slot_bytes, u64 stage_slot_bytes,
+                                                const std::string& algorithms) {
   const auto list = to_vector<int>(devices, "devices");
   const py::gil_scoped_release release;
   PP_CHECK_ARG(backend == "host" || backend == "cuda", "backend is '", backend,
                "', but must be 'host' or 'cuda'");
   const auto nranks = static_cast<u32>(list.size());
-  const CommunicatorOptions options{timeout_ms, nchannels, slots, slot_bytes, stage_slot_bytes};
+  const CommunicatorOptions options{timeout_ms, nchannels,        slots,
+                                    slot_bytes, stage_slot_bytes, algorithms};
   check_communicator(nranks, options);
   return std::make_unique<Communicator>(
       backend == "cuda" ? make_cuda_backend(list) : make_host_backend(nranks), nranks, options);
@@ -154,6 +156,19 @@ py::object str_or_none(const std::string& text) {
   return text.empty() ? py::object(py::none()) : py::object(py::str(text));
 }
 
+// {"broadcast": {"push": "rank_order", ...}, ...}
+py::dict algorithms() {
+  py::dict all;
+  for (u32 c = 0; c < kCollectives; ++c) {
+    const auto collective = static_cast<Collective>(c);
+    py::dict names;
+    for (const Algorithm& algorithm : algorithms_of(collective))
+      names[algorithm.name] = rounding_name(algorithm.rounding);
+    all[collective_name(collective)] = names;
+  }
+  return all;
+}
+
 py::dict build_info() {
   py::list targets;
   std::istringstream names(PP_CUDA_TARGETS);
@@ -186,6 +201,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
     }
   });
   m.def("build_info", &build_info);
+  m.def("algorithms", &algorithms);
   m.def(
       "cuda_device_count", [] { return cuda_device_count(); },
       py::call_guard<py::gil_scoped_release>());
@@ -198,10 +214,11 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def(py::init(&make_communicator), "backend"_a, "devices"_a, py::kw_only(),
            "timeout_ms"_a = defaults.timeout_ms, "nchannels"_a = defaults.nchannels,
            "slots"_a = defaults.slots, "slot_bytes"_a = defaults.slot_bytes,
-           "stage_slot_bytes"_a = defaults.stage_slot_bytes)
+           "stage_slot_bytes"_a = defaults.stage_slot_bytes, "algorithms"_a = defaults.algorithms)
       .def_property_readonly("nranks", &Communicator::nranks)
       .def_property_readonly("backend", &Communicator::backend_name)
       .def_property_readonly("closed", &Communicator::closed)
+      .def("describe_selection", &Communicator::describe_selection)
       .def("broadcast", &broadcast, "root"_a, "sources"_a, "offsets"_a, "sizes"_a, "destinations"_a,
            "streams"_a, "algorithm"_a = "auto")
       .def("reduce_add", &reduce_add, "root"_a, "sources"_a, "offsets"_a, "sizes"_a,

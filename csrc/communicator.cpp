@@ -49,7 +49,10 @@ void check_communicator(u32 nranks, const CommunicatorOptions& options) {
 
 Communicator::Communicator(std::unique_ptr<Backend> backend, u32 nranks,
                            CommunicatorOptions options)
-    : backend_(std::move(backend)), nranks_(nranks), options_(options) {
+    : backend_(std::move(backend)),
+      nranks_(nranks),
+      options_(options),
+      selection_(backend_->fabric(), nranks, options.algorithms) {
   check_communicator(nranks, options);
   plan_runner_ = std::make_unique<PlanRunner>(*backend_, nranks, options.stage_slot_bytes);
 }
@@ -76,14 +79,16 @@ void Communicator::broadcast(u32 root, std::span<const void* const> sources,
     PP_CHECK_ARG(destinations[rank] || rank == root || bytes == 0, "broadcast: rank ", rank,
                  " has no destination for ", bytes, " bytes");
   }
-  const Algorithm& chosen = select_algorithm(Collective::kBroadcast, algorithm);
+  const bool one_piece = segments.size() <= 1;
+  const Algorithm& chosen = choose(Collective::kBroadcast, bytes, 1, one_piece, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0 || nranks_ == 1) return raise_failure();
-    run_plan(plan_broadcast(nranks_, root, segments, plan_runner_->staging()),
-             {sources, 0, destinations}, DType::kFloat32, streams);
+    run_plan(
+        plan_broadcast(chosen.event_algorithm, nranks_, root, segments, plan_runner_->staging()),
+        {sources, 0, destinations}, DType::kFloat32, streams);
     return;
   }
-  PP_CHECK_ARG(segments.size() <= 1, "broadcast: chain takes one segment, not ", segments.size());
+  PP_CHECK_ARG(one_piece, "broadcast: ", chosen.name, " takes one segment, not ", segments.size());
   FlagBuffers buffers;
   for (u32 rank = 0; rank < nranks_ && bytes != 0; ++rank) {
     if (rank == root) {
@@ -123,18 +128,20 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources,
   PP_CHECK_ARG(destination || bytes == 0, "reduce_add: the destination is null, but gets ", bytes,
                " bytes");
   check_aligned("reduce_add", *backend_, destination, dtype);
-  const Algorithm& chosen = select_algorithm(Collective::kReduceAdd, algorithm);
+  const bool one_piece = nsegments <= 1 && complete;
+  const Algorithm& chosen =
+      choose(Collective::kReduceAdd, bytes, element_bytes(dtype), one_piece, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
     std::array<void*, kMaxRanks> outputs{};
     outputs[root] = destination;
-    run_plan(plan_reduce_add(nranks_, root, segments, present, element_bytes(dtype),
-                             plan_runner_->staging()),
+    run_plan(plan_reduce_add(chosen.event_algorithm, nranks_, root, segments, present,
+                             element_bytes(dtype), plan_runner_->staging()),
              {sources, nsegments, outputs}, dtype, streams);
     return;
   }
-  PP_CHECK_ARG(nsegments <= 1, "reduce_add: chain takes one segment, not ", nsegments);
-  PP_CHECK_ARG(complete, "reduce_add: chain needs a source of every rank");
+  PP_CHECK_ARG(nsegments <= 1, "reduce_add: ", chosen.name, " takes one segment, not ", nsegments);
+  PP_CHECK_ARG(complete, "reduce_add: ", chosen.name, " needs a source of every rank");
   FlagBuffers buffers;
   for (u32 rank = 0; rank < nranks_ && bytes != 0; ++rank)
     buffers.inputs[rank] = static_cast<const u8*>(sources[rank]);
@@ -158,10 +165,12 @@ void Communicator::all_reduce(std::span<const void* const> sources,
     check_aligned("all_reduce", *backend_, destinations[rank], dtype);
   }
   const u64 bytes = count * element_bytes(dtype);
-  const Algorithm& chosen = select_algorithm(Collective::kAllReduce, algorithm);
+  const Algorithm& chosen =
+      choose(Collective::kAllReduce, bytes, element_bytes(dtype), true, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
-    run_plan(plan_all_reduce(nranks_, bytes, element_bytes(dtype), plan_runner_->staging()),
+    run_plan(plan_all_reduce(chosen.event_algorithm, nranks_, bytes, element_bytes(dtype),
+                             plan_runner_->staging()),
              {sources, 1, destinations}, dtype, streams);
     return;
   }

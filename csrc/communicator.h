@@ -7,10 +7,10 @@
 #include <string_view>
 #include <vector>
 
-#include "algorithm.h"
 #include "backend/backend.h"
 #include "connection_set.h"
 #include "plan_runner.h"
+#include "selection.h"
 
 namespace pyparallel {
 
@@ -20,14 +20,13 @@ struct CommunicatorOptions {
   u32 slots = 4;
   u64 slot_bytes = 256 << 10;
   u64 stage_slot_bytes = 8 << 20;
+  std::string algorithms = {};  // instead of defaults, as in "broadcast:chain,reduce_add:owner"
 };
 
 // Throws ArgumentError for a number of ranks or options that no communicator can have.
 void check_communicator(u32 nranks, const CommunicatorOptions& options);
 
-// Algorithms by name: "auto"; event-ordered "push" (broadcast), "owner" (reduce_add), "two_shot"
-// (all_reduce); flag-ordered "chain" (broadcast, reduce_add), "ring" (all_reduce). Scatter and
-// gather have one, "direct".
+// Algorithms go by the names of algorithm.h, or "auto". Scatter and gather have one.
 //
 // May be used from several threads; one call runs at a time in the whole process, because two
 // threads that launched on the same devices in different orders could wait for each other for ever.
@@ -42,6 +41,8 @@ class Communicator {
 
   u32 nranks() const { return nranks_; }
   const char* backend_name() const { return backend_->name(); }
+  // What "auto" gives: selection.h.
+  std::string describe_selection() const;
   bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
   // destinations[r] is rank r's flat buffer (ignored for root); sources[k] and segments[k] describe
@@ -50,6 +51,7 @@ class Communicator {
                  std::span<void* const> destinations, std::span<const StreamHandle> streams,
                  std::string_view algorithm);
   // sources[r * segments.size() + k]; null: rank r has no such tensor and takes no part in its sum.
+  // The destination overlaps no source.
   void reduce_add(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
                   void* destination, DType dtype, std::span<const StreamHandle> streams,
                   std::string_view algorithm);
@@ -78,6 +80,8 @@ class Communicator {
   };
 
   void check_open() const;
+  const Algorithm& choose(Collective collective, u64 bytes, u32 element_bytes, bool one_piece,
+                          std::string_view requested) const;
   void run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype,
                 std::span<const StreamHandle> streams);
   void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes,
@@ -88,6 +92,7 @@ class Communicator {
   const std::unique_ptr<Backend> backend_;
   const u32 nranks_;
   const CommunicatorOptions options_;
+  const Selection selection_;
   std::atomic<bool> closed_{false};
 
   std::unique_ptr<PlanRunner> plan_runner_;

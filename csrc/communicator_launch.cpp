@@ -9,6 +9,17 @@ namespace pyparallel {
 
 void Communicator::check_open() const { PP_CHECK(!closed(), "the communicator is closed"); }
 
+const Algorithm& Communicator::choose(Collective collective, u64 bytes, u32 element_bytes,
+                                      bool one_piece, std::string_view requested) const {
+  const bool may_spin = backend_->max_channels() > 0;
+  return selection_.choose({collective, bytes, element_bytes, one_piece, may_spin}, requested);
+}
+
+std::string Communicator::describe_selection() const {
+  return message(nranks_, " ranks on ", backend_->name(), " (", fabric_name(backend_->fabric()),
+                 ")\n", selection_.describe(backend_->max_channels() > 0));
+}
+
 void Communicator::run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype,
                             std::span<const StreamHandle> streams) {
   raise_failure();

@@ -2,6 +2,7 @@
 #include "plan_runner.h"
 
 #include <algorithm>
+#include <tuple>
 
 namespace pyparallel {
 
@@ -9,10 +10,32 @@ PlanRunner::PlanRunner(Backend& backend, u32 nranks, u64 stage_slot_bytes)
     : backend_(backend), nranks_(nranks), stage_slot_bytes_(stage_slot_bytes) {}
 
 PlanRunner::~PlanRunner() {
-  for (u32 rank = 0; rank < stages_.size(); ++rank) backend_.release(rank, stages_[rank]);
+  for (const Stages* stages : {&neighbour_stages_, &shared_stages_}) {
+    for (u32 rank = 0; rank < stages->size(); ++rank) backend_.release(rank, (*stages)[rank]);
+  }
 }
 
-void* PlanRunner::address(const Place& place, const PlanBuffers& buffers) {
+PlanRunner::Stages& PlanRunner::stages_of(const EventPlan& plan) {
+  const std::array<u32, kMaxRanks> users = stage_users(plan);
+  const auto neighbours = [this](u32 rank) {
+    return RankSet{1} << (rank + 1) % nranks_ | RankSet{1} << (rank + nranks_ - 1) % nranks_;
+  };
+  RankSet used = 0, strangers = 0;
+  for (u32 rank = 0; rank < nranks_; ++rank) {
+    used |= users[rank];
+    strangers |= users[rank] & ~neighbours(rank);
+  }
+  Stages& stages = strangers ? shared_stages_ : neighbour_stages_;
+  while (used && stages.size() < nranks_) {
+    const auto rank = static_cast<u32>(stages.size());
+    stages.push_back(backend_.allocate(rank, stage_bytes(staging()),
+                                       strangers ? all_ranks(nranks_) : neighbours(rank)));
+  }
+  return stages;
+}
+
+void* PlanRunner::address(const Place& place, const PlanBuffers& buffers,
+                          const Stages& stages) const {
   u8* base = nullptr;
   switch (place.memory) {
     case Memory::kInput:
@@ -24,11 +47,7 @@ void* PlanRunner::address(const Place& place, const PlanBuffers& buffers) {
       base = static_cast<u8*>(buffers.outputs[place.rank]);
       break;
     case Memory::kStage:
-      while (stages_.size() < nranks_) {
-        const auto rank = static_cast<u32>(stages_.size());
-        stages_.push_back(backend_.allocate(rank, stage_bytes(staging()), all_ranks(nranks_)));
-      }
-      base = static_cast<u8*>(stages_[place.rank]);
+      base = static_cast<u8*>(stages[place.rank]);
       break;
   }
   return base + place.offset;
@@ -37,15 +56,17 @@ void* PlanRunner::address(const Place& place, const PlanBuffers& buffers) {
 void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
                      std::span<const StreamHandle> streams) {
   if (plan.moves.empty()) return;
-  // Equal executors next to each other make one launch of each rank's share of a step.
+  // Equal executors next to each other make one launch of each rank's share of a step, copies of
+  // its engine aside.
   const auto in_order = [](const Move& a, const Move& b) {
-    return a.step != b.step ? a.step < b.step : a.executor < b.executor;
+    return std::tie(a.step, a.executor, a.engine) < std::tie(b.step, b.executor, b.engine);
   };
   if (!std::is_sorted(plan.moves.begin(), plan.moves.end(), in_order)) {
     std::stable_sort(plan.moves.begin(), plan.moves.end(), in_order);
   }
+  const Stages& stages = stages_of(plan);
   pointers_.clear();
-  for (const Place& place : plan.places) pointers_.push_back(address(place, buffers));
+  for (const Place& place : plan.places) pointers_.push_back(address(place, buffers, stages));
   tasks_.clear();
   for (const Move& move : plan.moves) {
     void* const* places = pointers_.data() + move.first_place;
@@ -56,8 +77,12 @@ void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
   for (size_t i = 0; i < tasks_.size();) {
     const Move& first = plan.moves[i];
     if (i != 0 && first.step != plan.moves[i - 1].step) backend_.barrier();
+    if (first.engine) {
+      backend_.copy(first.executor, tasks_[i++]);
+      continue;
+    }
     size_t end = i + 1;
-    while (end < tasks_.size() && plan.moves[end].step == first.step &&
+    while (end < tasks_.size() && !plan.moves[end].engine && plan.moves[end].step == first.step &&
            plan.moves[end].executor == first.executor) {
       ++end;
     }

@@ -29,12 +29,17 @@ class PlanRunner {
            std::span<const StreamHandle> streams);
 
  private:
-  void* address(const Place& place, const PlanBuffers& buffers);
+  using Stages = std::vector<void*>;  // one region a rank; empty until a plan needs them
+
+  Stages& stages_of(const EventPlan& plan);
+  void* address(const Place& place, const PlanBuffers& buffers, const Stages& stages) const;
 
   Backend& backend_;
   const u32 nranks_;
   const u64 stage_slot_bytes_;
-  std::vector<void*> stages_;  // one region a rank; empty until a plan needs them
+  // Apart, because where not every pair of devices can be mapped, stages that only neighbours on
+  // the ring touch lie on devices, and those that all touch lie in host memory.
+  Stages neighbour_stages_, shared_stages_;
   // Of the plan that is running; members so that their memory is allocated once.
   std::vector<void*> pointers_;
   std::vector<Task> tasks_;

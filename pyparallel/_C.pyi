@@ -14,6 +14,12 @@ def build_info() -> dict[str, object]:
     built_with_nvcc.
     """
 
+def algorithms() -> dict[str, dict[str, str]]:
+    """The algorithms of broadcast, reduce_add and all_reduce, and which sums keep the rank order.
+
+    "rank_order": all; "wide_rank_order": not those of 16-bit types; "other": none.
+    """
+
 def cuda_device_count() -> int:
     """Devices that this build can drive; 0 without a driver or without CUDA. Never raises."""
 
@@ -35,6 +41,7 @@ class Communicator:
         slots: int = ...,
         slot_bytes: int = ...,
         stage_slot_bytes: int = ...,
+        algorithms: str = "",
     ) -> None: ...
     @property
     def nranks(self) -> int: ...
@@ -42,6 +49,9 @@ class Communicator:
     def backend(self) -> str: ...
     @property
     def closed(self) -> bool: ...
+    def describe_selection(self) -> str:
+        """One line about the ranks, then one a collective: what "auto" gives from which size."""
+
     def broadcast(
         self,
         root: int,

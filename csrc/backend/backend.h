@@ -61,6 +61,8 @@ class Backend {
   // Runs tasks on the rank's communication stream. Pointer arrays of tasks stay valid until end().
   // Tasks launched between two barriers are unordered among each other.
   virtual void launch(u32 rank, std::span<const Task> tasks) = 0;
+  // The same for one copy of one row to one destination, by the copy engine of the rank's device.
+  virtual void copy(u32 rank, const Task& task) = 0;
   // Runs blocks (rank, channel) of all ranks, co-resident; ordered like launch().
   virtual void launch_flagged(const FlagArgs& args) = 0;
   // Everything launched before has finished everywhere before anything launched afterwards starts.

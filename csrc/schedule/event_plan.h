@@ -7,7 +7,8 @@
 //
 // Where a kernel may not touch another rank's user memory (GPUs), data cross through stages: memory
 // of ours, one region a rank. A staged move touches inputs and outputs of its executor only. Where
-// it may (virtual devices), `direct` plans go straight from input to output, in one step.
+// it may (virtual devices), `direct` plans go straight from input to output. Chains of copies are
+// staged everywhere.
 //
 // Staged plans cut the payload into windows of one slot. Phase p of window w runs in step w + p, so
 // that the phases of consecutive windows overlap. A stage has kStageSlots slots. What phase 0 puts
@@ -16,6 +17,7 @@
 // (being summed), s + 2 (sums being stored) and s + 1 (sums being unpacked): four different ones,
 // and each was last read in an earlier step.
 #pragma once
+#include <array>
 #include <span>
 #include <vector>
 
@@ -42,6 +44,7 @@ struct Move {
   u32 step;
   u32 executor;  // the rank whose device runs it
   bool sum;
+  bool engine;      // a copy of one row to one destination, for the copy engine instead of a kernel
   u32 first_place;  // places[first_place ...): nsources sources, then ndestinations destinations
   u32 nsources, ndestinations;
   u64 rows, row_bytes, source_pitch, destination_pitch;
@@ -58,30 +61,38 @@ struct Segment {
   u64 offset, bytes;
 };
 
-// What stages exist: `direct` means none are needed.
+// `direct`: a plan that can do without stages does.
 struct Staging {
   bool direct;
-  u64 slot_bytes;  // per rank and slot; a multiple of 128, unused when direct
+  u64 slot_bytes;  // per rank and slot; a multiple of 128
 };
 
 // The bytes of a rank's stage, which a place with Memory::kStage is an offset into.
-constexpr u64 stage_bytes(Staging staging) {
-  return staging.direct ? 0 : kStageSlots * staging.slot_bytes;
-}
+constexpr u64 stage_bytes(Staging staging) { return kStageSlots * staging.slot_bytes; }
+
+enum class EventAlgorithm : u8 {
+  kPush,       // broadcast: the root sends to every rank
+  kTwoHop,     // broadcast: the root sends shards, which the other ranks exchange
+  kOwner,      // reduce_add, all_reduce: the owner of a shard sums it and stores it to receivers
+  kCopyChain,  // all three: from neighbour to neighbour on the ring, by copy engines
+};
 
 // Root's segments to every other rank's flat output at the segments' offsets. Segments ascend and
 // do not overlap; bytes of the outputs between segments are not touched.
-EventPlan plan_broadcast(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging);
+EventPlan plan_broadcast(EventAlgorithm algorithm, u32 nranks, u32 root,
+                         std::span<const Segment> segments, Staging staging);
 
 // Sums the ranks' segments in rank order into root's flat output. Bit r of present[k]: rank r has
 // segment k; at least one rank has each. Owners of shards are the n - 1 other ranks (the only rank
 // when nranks is 1).
-EventPlan plan_reduce_add(u32 nranks, u32 root, std::span<const Segment> segments,
-                          std::span<const u32> present, u32 element_bytes, Staging staging);
+EventPlan plan_reduce_add(EventAlgorithm algorithm, u32 nranks, u32 root,
+                          std::span<const Segment> segments, std::span<const u32> present,
+                          u32 element_bytes, Staging staging);
 
 // Every rank's contiguous input summed in rank order into every rank's output; output may be input
 // (in place).
-EventPlan plan_all_reduce(u32 nranks, u64 bytes, u32 element_bytes, Staging staging);
+EventPlan plan_all_reduce(EventAlgorithm algorithm, u32 nranks, u64 bytes, u32 element_bytes,
+                          Staging staging);
 
 // One rank's share of a matrix of `rows` rows: columns [offset, offset + bytes) of each row. bytes
 // 0: no share.
@@ -96,5 +107,8 @@ EventPlan plan_scatter(u32 nranks, u32 root, u64 rows, u64 pitch, std::span<cons
                        u32 skip, Staging staging);
 EventPlan plan_gather(u32 nranks, u32 root, u64 rows, u64 pitch, std::span<const Share> shares,
                       u32 skip, Staging staging);
+
+// Bit q of [r]: rank q touches the stage of rank r, q other than r.
+std::array<u32, kMaxRanks> stage_users(const EventPlan& plan);
 
 }  // namespace pyparallel

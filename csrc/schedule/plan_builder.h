@@ -7,12 +7,21 @@
 
 namespace pyparallel {
 
+// Padding between segments that moves in stages run across, because one larger move is cheaper than
+// two. A guess: buckets align tensors to 512 bytes.
+constexpr u64 kJoinedGap = 512;
+
 class PlanBuilder {
  public:
   // Each adds one move, or none where there is nothing to move.
   void copy(u32 step, u32 executor, Place source, std::span<const Place> destinations, u64 bytes);
+  // By the copy engine of the source's rank.
+  void engine_copy(u32 step, Place source, Place destination, u64 bytes);
   void copy_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination,
                  u64 destination_pitch, u64 rows, u64 row_bytes);
+  // The same, by the executor's copy engine if it is one long row.
+  void cross_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination,
+                  u64 destination_pitch, u64 rows, u64 row_bytes);
   // A sum of one source is a copy.
   void sum(u32 step, u32 executor, std::span<const Place> sources,
            std::span<const Place> destinations, u64 bytes);
@@ -37,6 +46,9 @@ struct StageSlots {
     return {rank, Memory::kStage, 0, slot % kStageSlots * slot_bytes + offset};
   }
 };
+
+// All ranks but one, in order.
+std::vector<u32> other_ranks(u32 nranks, u32 rank);
 
 // From offset 0 to the end of the last segment.
 inline Range span_of(std::span<const Segment> segments) {

@@ -61,13 +61,13 @@ struct StridedPlan {
     const Place stage = slots.packed(rank, w, 0), flat = contiguous(rank, share, piece);
     const u64 bytes = piece.rows * piece.bytes;
     if (scatter) {
-      builder.copy_rows(w, root, matrix(share, piece), pitch, stage, piece.bytes, piece.rows,
-                        piece.bytes);
+      builder.cross_rows(w, root, matrix(share, piece), pitch, stage, piece.bytes, piece.rows,
+                         piece.bytes);
       builder.copy(w + 1, rank, stage, {&flat, 1}, bytes);
     } else {
       builder.copy(w, rank, flat, {&stage, 1}, bytes);
-      builder.copy_rows(w + 1, root, stage, piece.bytes, matrix(share, piece), pitch, piece.rows,
-                        piece.bytes);
+      builder.cross_rows(w + 1, root, stage, piece.bytes, matrix(share, piece), pitch, piece.rows,
+                         piece.bytes);
     }
   }
 };

@@ -19,6 +19,13 @@ constexpr CommunicatorOptions kSmall{
 // Small whole numbers, whose sums are exact in every type and order.
 inline u32 value_at(u32 rank, u64 i) { return static_cast<u32>((i + 3 * rank) % 7); }
 
+// "auto" and the names of all algorithms of a collective.
+inline std::vector<std::string_view> names_of(Collective collective) {
+  std::vector<std::string_view> names{"auto"};
+  for (const Algorithm& algorithm : algorithms_of(collective)) names.push_back(algorithm.name);
+  return names;
+}
+
 using Bytes = std::vector<u8>;
 
 template <class T>
@@ -153,9 +160,9 @@ inline void check_scatter_and_gather(World& world, u32 root, u64 rows, u32 skip)
 inline void check_everything(World& world) {
   for (u32 root = 0; root < world.nranks; ++root) {
     for (const u64 size : {0, 1, 5, 127, 128, 129, 1000, 5003, 20001}) {
-      for (const auto algorithm : {"auto", "push", "chain"})
+      for (const auto algorithm : names_of(Collective::kBroadcast))
         check_broadcast(world, root, size, algorithm);
-      for (const auto algorithm : {"auto", "owner", "chain"}) {
+      for (const auto algorithm : names_of(Collective::kReduceAdd)) {
         check_reduce_add(world, root, size, static_cast<DType>(size % kDTypes), algorithm);
       }
     }
@@ -166,7 +173,7 @@ inline void check_everything(World& world) {
   }
   for (const u64 count : {0, 1, 5, 127, 1000, 5003}) {
     for (u32 dtype = 0; dtype < kDTypes; ++dtype) {
-      for (const auto algorithm : {"auto", "two_shot", "ring"}) {
+      for (const auto algorithm : names_of(Collective::kAllReduce)) {
         check_all_reduce(world, count, static_cast<DType>(dtype), false, algorithm);
         check_all_reduce(world, count, static_cast<DType>(dtype), true, algorithm);
       }

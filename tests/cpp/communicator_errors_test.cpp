@@ -51,7 +51,7 @@ TEST(arguments_are_checked_before_anything_runs) {
       {[&] { c.broadcast(0, both, overlapping, to, s, "auto"); },
        "broadcast: segment 1 starts at byte 4, but segment 0 ends at byte 8"},
       {[&] { c.broadcast(0, one, whole, to, s, "ring"); },
-       "broadcast: unknown algorithm 'ring'; choose auto, push or chain"},
+       "broadcast: unknown algorithm 'ring'; choose auto, push, two_hop, copy_chain or chain"},
       {[&] { c.reduce_add(0, both, odd, a.data(), DType::kFloat32, s, "auto"); },
        "reduce_add: segment 0 has 10 bytes at byte 0, but an element of float32 has 4"},
       {[&] { c.reduce_add(0, one, whole, a.data(), DType::kFloat32, s, "auto"); },
@@ -71,7 +71,7 @@ TEST(arguments_are_checked_before_anything_runs) {
       {[&] { c.all_reduce(both, partly, 16, DType::kFloat32, s, "auto"); },
        "all_reduce: rank 1 has no destination for 16 elements"},
       {[&] { c.all_reduce(both, to, 16, DType::kFloat32, s, "push"); },
-       "all_reduce: unknown algorithm 'push'; choose auto, two_shot or ring"},
+       "all_reduce: unknown algorithm 'push'; choose auto, two_shot, copy_chain or ring"},
       {[&] { c.scatter(0, a.data(), 2, 11, shares, to, s); },
        "scatter: rank 1 has bytes 4 to 12 of a row, but a row has 11 bytes"},
       {[&] { c.scatter(0, nullptr, 2, 12, shares, to, s); },
@@ -97,14 +97,20 @@ TEST(options_are_checked) {
   expect_text(make(2, {.slots = 3}), "slots is 3, but must be a power of two from 2 on");
   expect_text(make(2, {.slot_bytes = 100}), "slot_bytes is 100, but must be a multiple of 128");
   expect_text(make(2, {.timeout_ms = 0}), "timeout_ms is 0, but must be from 1 to 1000000000");
+  expect_text(make(2, {.algorithms = "reduce_add:push"}),
+              "PYPARALLEL_ALGO: reduce_add: unknown algorithm 'push'; choose auto, owner, "
+              "copy_chain or chain");
 }
 
 TEST(nothing_to_move_launches_nothing) {
   auto owned = std::make_unique<WrappedBackend>(3);
   WrappedBackend& backend = *owned;
   World world(3, std::move(owned));
-  for (const auto algorithm : {"push", "chain"}) check_broadcast(world, 1, 0, algorithm);
-  for (const auto algorithm : {"two_shot", "ring"})
+  for (const auto algorithm : names_of(Collective::kBroadcast))
+    check_broadcast(world, 1, 0, algorithm);
+  for (const auto algorithm : names_of(Collective::kReduceAdd))
+    check_reduce_add(world, 1, 0, DType::kFloat32, algorithm);
+  for (const auto algorithm : names_of(Collective::kAllReduce))
     check_all_reduce(world, 0, DType::kFloat32, false, algorithm);
   check_scatter_and_gather(world, 0, 0, 0);
   check_scatter_and_gather(world, 0, 5, 7);

@@ -20,6 +20,7 @@ class WrappedBackend : public Backend {
   Fabric fabric() const override { return host_->fabric(); }
   void* allocate(u32 rank, u64 bytes, RankSet touched_by) override {
     ++allocations;
+    this->touched_by.push_back(touched_by);
     return host_->allocate(rank, bytes, touched_by);
   }
   void release(u32 rank, void* memory) noexcept override {
@@ -42,6 +43,10 @@ class WrappedBackend : public Backend {
     host_->begin(callers);
   }
   void launch(u32 rank, std::span<const Task> tasks) override { host_->launch(rank, tasks); }
+  void copy(u32 rank, const Task& task) override {
+    ++engine_copies;
+    host_->copy(rank, task);
+  }
   void launch_flagged(const FlagArgs& args) override { host_->launch_flagged(args); }
   void barrier() override { host_->barrier(); }
   void end(std::span<const StreamHandle> callers) override { host_->end(callers); }
@@ -51,6 +56,8 @@ class WrappedBackend : public Backend {
 
   int allocations = 0;  // not yet released
   int launches = 0;
+  int engine_copies = 0;
+  std::vector<RankSet> touched_by;  // of each allocate()
 
  private:
   std::unique_ptr<Backend> host_;

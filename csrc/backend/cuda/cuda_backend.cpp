@@ -64,6 +64,7 @@ class CudaBackend final : public Backend {
 
   void begin(std::span<const StreamHandle> callers) override;
   void launch(u32 rank, std::span<const Task> tasks) override;
+  void copy(u32 rank, const Task& task) override;
   void launch_flagged(const FlagArgs& args) override;
   void barrier() override;
   void end(std::span<const StreamHandle> callers) override;
@@ -78,7 +79,7 @@ class CudaBackend final : public Backend {
   std::unique_ptr<StreamOrder>
       order_;  // a pointer, so that the destructor can end it while its DeviceGuard lives
   Topology topology_;
-  std::vector<LocalRanks> local_;         // per device
+  std::vector<LocalRanks> local_;          // per device
   std::unordered_set<void*> host_memory_;  // what allocate() gave that lies in host memory
   u32 max_channels_ = 0;
 };
@@ -186,6 +187,14 @@ void CudaBackend::launch(u32 rank, std::span<const Task> tasks) {
   const DeviceGuard guard;
   set_device(device_of(rank));
   launch_tasks(tasks, order_->stream(order_->device_index(rank)));
+}
+
+// cudaMemcpyDefault, because stages may lie on any device or in host memory.
+void CudaBackend::copy(u32 rank, const Task& task) {
+  const DeviceGuard guard;
+  set_device(device_of(rank));
+  PP_CUDA(cudaMemcpyAsync(task.destinations[0], task.sources[0], task.row_bytes, cudaMemcpyDefault,
+                          order_->stream(order_->device_index(rank))));
 }
 
 // Nothing but launches in the loop: a device that is launched late keeps the others spinning.

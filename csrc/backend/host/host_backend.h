@@ -21,6 +21,7 @@ class HostBackend final : public Backend {
 
   void begin(std::span<const StreamHandle> callers) override;
   void launch(u32 rank, std::span<const Task> tasks) override;
+  void copy(u32 rank, const Task& task) override { launch(rank, {&task, 1}); }
   void launch_flagged(const FlagArgs& args) override;
   void barrier() override;
   void end(std::span<const StreamHandle> callers) override;

@@ -1,4 +1,5 @@
 // Event-ordered broadcast: the root pushes.
+#include "plan_algorithms.h"
 #include "plan_builder.h"
 
 namespace pyparallel {
@@ -18,12 +19,8 @@ EventPlan direct_broadcast(u32 root, std::span<const u32> peers,
 
 }  // namespace
 
-EventPlan plan_broadcast(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging) {
-  check_staging(staging, 1);
-  std::vector<u32> peers;
-  for (u32 rank = 0; rank < nranks; ++rank) {
-    if (rank != root) peers.push_back(rank);
-  }
+EventPlan push_plan(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging) {
+  const std::vector<u32> peers = other_ranks(nranks, root);
   if (staging.direct) return direct_broadcast(root, peers, segments);
 
   // Phase 0: root packs its segments into every peer's stage. Phase 1: each peer unpacks its own.

@@ -1,15 +1,11 @@
 // Event-ordered sums: the payload is cut into shards, and the owner of a shard sums it from all
 // ranks, in rank order, and stores it to every receiver. Reduce has one receiver, the root, and n -
 // 1 owners, the others; all-reduce has n of each.
-#include "../check.h"
+#include "plan_algorithms.h"
 #include "plan_builder.h"
 
 namespace pyparallel {
 namespace {
-
-// Padding between segments that sums in stages run across, because one larger move is cheaper than
-// two. A guess: buckets align tensors to 512 bytes.
-constexpr u64 kJoinedGap = 512;
 
 struct SumPlan {
   u32 nranks;
@@ -117,18 +113,14 @@ EventPlan plan_sum(const SumPlan& plan, Staging staging) {
 
 }  // namespace
 
-EventPlan plan_reduce_add(u32 nranks, u32 root, std::span<const Segment> segments,
-                          std::span<const u32> present, u32 element_bytes, Staging staging) {
-  check_staging(staging, element_bytes);
-  SumPlan plan{nranks, segments, present, {}, {root}};
-  for (u32 rank = 0; rank < nranks; ++rank) {
-    if (rank != root || nranks == 1) plan.owners.push_back(rank);
-  }
+EventPlan owner_reduce(u32 nranks, u32 root, std::span<const Segment> segments,
+                       std::span<const u32> present, Staging staging) {
+  SumPlan plan{nranks, segments, present, other_ranks(nranks, root), {root}};
+  if (nranks == 1) plan.owners = {root};
   return plan_sum(plan, staging);
 }
 
-EventPlan plan_all_reduce(u32 nranks, u64 bytes, u32 element_bytes, Staging staging) {
-  check_staging(staging, element_bytes);
+EventPlan owner_all_reduce(u32 nranks, u64 bytes, Staging staging) {
   const Segment whole{0, bytes};
   const u32 everybody = (u32{1} << nranks) - 1;
   SumPlan plan{nranks, {&whole, 1}, {&everybody, 1}, {}, {}};
