@@ -121,8 +121,9 @@ def on_streams(
 
     Raises:
         RuntimeError: A stream belongs to another device than the rank at its position.
+        ValueError: Ranks of one GPU have different streams.
     """
-    chosen = []
+    chosen: dict[Device, torch.cuda.Stream] = {}
     for i, (stream, device) in enumerate(zip(streams or (), devices, strict=False)):
         if stream is None or device.torch_device == source.device:
             continue
@@ -132,8 +133,9 @@ def on_streams(
                 f"{stream.device.index}) to match the device supplied at that index (expected "
                 f"{device.index})"
             )
-        chosen.append(stream)
+        if chosen.setdefault(device, stream) != stream:
+            raise ValueError(f"got two streams for {device}, the second one at index {i}")
     with contextlib.ExitStack() as stack:
-        for stream in chosen:
+        for stream in chosen.values():
             stack.enter_context(torch.cuda.stream(stream))
         yield

@@ -125,6 +125,21 @@ def test_streams_of_other_devices_are_refused_before_any_is_entered(monkeypatch)
         pytest.fail("entered")
 
 
+def test_ranks_of_one_gpu_share_a_stream(monkeypatch):
+    entered = []
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda s: entered.append(s) or contextlib.nullcontext()
+    )
+    one = stream(2)
+    with on_streams([one, one], cuda(2, 2), *on(0)):
+        assert entered == [one]
+    with (
+        pytest.raises(ValueError, match="two streams for cuda:2, the second one at index 1"),
+        on_streams([one, SimpleNamespace(device=one.device, handle=1)], cuda(2, 2), *on(0)),
+    ):
+        pytest.fail("entered")
+
+
 def test_virtual_ranks_are_not_shared():
     first = devices_of(on("cpu"))
     first.append(None)
