@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import threading
 import weakref
 
@@ -55,16 +56,30 @@ class Core:
 
 
 def _open(devices: tuple[Device, ...]) -> _C.Communicator:
+    debug = env.debug()
+    communicator = _make(devices)
+    if debug:
+        lines = communicator.describe_selection().splitlines()
+        print(*(f"pyparallel: {line}" for line in lines), sep="\n", file=sys.stderr)
+    return communicator
+
+
+def _make(devices: tuple[Device, ...]) -> _C.Communicator:
     timeout_ms = env.timeout_ms()
+    algorithms = env.algorithms()
     if devices[0].kind == "cpu":
-        return _C.Communicator("host", [0] * len(devices), timeout_ms=timeout_ms)
+        return _C.Communicator(
+            "host", [0] * len(devices), timeout_ms=timeout_ms, algorithms=algorithms
+        )
     env.p2p()
     if not _C.build_info()["cuda"]:
         raise RuntimeError(
             "pyparallel was built without CUDA (no nvcc at build time), but got a tensor on "
             f"{devices[0]}. Rebuild: pip install --force-reinstall --no-deps ."
         )
-    return _C.Communicator("cuda", [d.index for d in devices], timeout_ms=timeout_ms)
+    return _C.Communicator(
+        "cuda", [d.index for d in devices], timeout_ms=timeout_ms, algorithms=algorithms
+    )
 
 
 def _after_fork() -> None:

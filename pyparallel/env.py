@@ -3,6 +3,9 @@
 - ``PYPARALLEL_VIRTUAL_DEVICES``: number of virtual devices that ``device_ids=None`` and ints mean.
 - ``PYPARALLEL_TIMEOUT_MS``: longest wait of one rank for another, in milliseconds (default 30000).
 - ``PYPARALLEL_P2P``: ``auto``, ``off`` or ``force``; direct access between GPUs.
+- ``PYPARALLEL_ALGO``: algorithms to take instead of the defaults, as in
+  ``broadcast:chain,reduce_add:owner``. The names are in docs/algorithms.md.
+- ``PYPARALLEL_DEBUG``: with ``INFO`` each new communicator says on stderr which algorithms it takes.
 
 An empty value counts as unset. A value that makes no sense raises ValueError where it is first
 needed. Variables are read when they are needed, so a program may set them before its first
@@ -13,6 +16,7 @@ import os
 
 DEFAULT_TIMEOUT_MS = 30_000
 P2P_MODES = ("auto", "off", "force")
+DEBUG_LEVELS = ("INFO",)
 
 
 def virtual_device_count() -> int | None:
@@ -32,6 +36,21 @@ def p2p() -> str:
     if value not in P2P_MODES:
         raise ValueError(f"PYPARALLEL_P2P must be one of {', '.join(P2P_MODES)}, but is {value!r}")
     return value
+
+
+def algorithms() -> str:
+    """Returns PYPARALLEL_ALGO. The core checks it, because it knows the names."""
+    return os.environ.get("PYPARALLEL_ALGO") or ""
+
+
+def debug() -> str | None:
+    """Returns PYPARALLEL_DEBUG in capitals, or None where it is unset."""
+    value = os.environ.get("PYPARALLEL_DEBUG")
+    if not value:
+        return None
+    if value.upper() not in DEBUG_LEVELS:
+        raise ValueError(f"PYPARALLEL_DEBUG must be {' or '.join(DEBUG_LEVELS)}, but is {value!r}")
+    return value.upper()
 
 
 def _integer(name: str, minimum: int) -> int | None:

@@ -13,7 +13,7 @@ from pyparallel.core import Core
 from pyparallel.devices import Device, resolve_devices, virtual_devices
 
 
-def test_timeout_is_passed_on(monkeypatch):
+def test_options_are_passed_on(monkeypatch):
     seen = {}
 
     class Fake:
@@ -25,11 +25,13 @@ def test_timeout_is_passed_on(monkeypatch):
 
     monkeypatch.setattr(_C, "Communicator", Fake)
     monkeypatch.setenv("PYPARALLEL_TIMEOUT_MS", "1234")
+    monkeypatch.setenv("PYPARALLEL_ALGO", "broadcast:chain")
+    options = {"timeout_ms": 1234, "algorithms": "broadcast:chain"}
     Core((Device("cpu", 5), Device("cpu", 1)))
-    assert seen == {"backend": "host", "devices": [0, 0], "timeout_ms": 1234}
+    assert seen == {"backend": "host", "devices": [0, 0], **options}
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda": True})
     Core((Device("cuda", 2), Device("cuda", 2)))
-    assert seen == {"backend": "cuda", "devices": [2, 2], "timeout_ms": 1234}
+    assert seen == {"backend": "cuda", "devices": [2, 2], **options}
 
 
 def test_a_build_without_cuda_says_so(monkeypatch):

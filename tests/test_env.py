@@ -51,3 +51,19 @@ def test_p2p_refuses(monkeypatch):
         ValueError, match="PYPARALLEL_P2P must be one of auto, off, force, but is 'on'"
     ):
         env.p2p()
+
+
+@pytest.mark.parametrize(
+    "text, level", [("INFO", "INFO"), ("info", "INFO"), ("", None), (None, None)]
+)
+def test_debug(monkeypatch, text, level):
+    monkeypatch.delenv("PYPARALLEL_DEBUG", raising=False)
+    if text is not None:
+        monkeypatch.setenv("PYPARALLEL_DEBUG", text)
+    assert env.debug() == level
+
+
+def test_debug_refuses(monkeypatch):
+    monkeypatch.setenv("PYPARALLEL_DEBUG", "loud")
+    with pytest.raises(ValueError, match="PYPARALLEL_DEBUG must be INFO, but is 'loud'"):
+        env.debug()
