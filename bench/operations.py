@@ -13,6 +13,8 @@ import torch
 from ranks import Buffer, Ranks
 from torch import Tensor
 
+from pyparallel import _C
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -206,16 +208,17 @@ def _part(nranks: int) -> float:
     return (nranks - 1) / nranks  # the share of the root's buffer that crosses a link
 
 
+_NAMES = {collective: tuple(names) for collective, names in _C.algorithms().items()}
 OPERATIONS = {
     op.name: op
     for op in (
-        Operation("broadcast", ("push", "chain"), lambda _: 1.0, _broadcast),
-        Operation("reduce_add", ("owner", "chain"), lambda _: 1.0, _reduce_add, reduces=True),
+        Operation("broadcast", _NAMES["broadcast"], lambda _: 1.0, _broadcast),
+        Operation("reduce_add", _NAMES["reduce_add"], lambda _: 1.0, _reduce_add, reduces=True),
         Operation("scatter", ("direct",), _part, _scatter),
         Operation("gather", ("direct",), _part, _gather),
         Operation(
             "all_reduce",
-            ("two_shot", "ring"),
+            _NAMES["all_reduce"],
             lambda n: 2 * _part(n),
             _all_reduce,
             _all_reduce_in_place,

@@ -5,7 +5,7 @@
 - ``PYPARALLEL_P2P``: ``auto``, ``off`` or ``force``; direct access between GPUs.
 - ``PYPARALLEL_ALGO``: algorithms to take instead of the defaults, as in
   ``broadcast:chain,reduce_add:owner``. The names are in docs/algorithms.md.
-- ``PYPARALLEL_DEBUG``: with ``INFO`` each new communicator says on stderr which algorithms it takes.
+- ``PYPARALLEL_DEBUG``: with ``INFO`` a new communicator says on stderr which algorithms it takes.
 
 An empty value counts as unset. A value that makes no sense raises ValueError where it is first
 needed. Variables are read when they are needed, so a program may set them before its first
