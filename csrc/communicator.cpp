@@ -80,7 +80,7 @@ void Communicator::broadcast(u32 root, std::span<const void* const> sources,
                  " has no destination for ", bytes, " bytes");
   }
   const bool one_piece = segments.size() <= 1;
-  const Algorithm& chosen = choose(Collective::kBroadcast, bytes, 1, one_piece, algorithm);
+  const Algorithm& chosen = choose(Collective::kBroadcast, bytes, 1, one_piece, streams, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0 || nranks_ == 1) return raise_failure();
     run_plan(
@@ -130,7 +130,7 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources,
   check_aligned("reduce_add", *backend_, destination, dtype);
   const bool one_piece = nsegments <= 1 && complete;
   const Algorithm& chosen =
-      choose(Collective::kReduceAdd, bytes, element_bytes(dtype), one_piece, algorithm);
+      choose(Collective::kReduceAdd, bytes, element_bytes(dtype), one_piece, streams, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
     std::array<void*, kMaxRanks> outputs{};
@@ -166,7 +166,7 @@ void Communicator::all_reduce(std::span<const void* const> sources,
   }
   const u64 bytes = count * element_bytes(dtype);
   const Algorithm& chosen =
-      choose(Collective::kAllReduce, bytes, element_bytes(dtype), true, algorithm);
+      choose(Collective::kAllReduce, bytes, element_bytes(dtype), true, streams, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
     run_plan(plan_all_reduce(chosen.event_algorithm, nranks_, bytes, element_bytes(dtype),

@@ -81,7 +81,7 @@ class Communicator {
 
   void check_open() const;
   const Algorithm& choose(Collective collective, u64 bytes, u32 element_bytes, bool one_piece,
-                          std::string_view requested) const;
+                          std::span<const StreamHandle> streams, std::string_view requested) const;
   void run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype,
                 std::span<const StreamHandle> streams);
   void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes,

@@ -10,8 +10,9 @@ namespace pyparallel {
 void Communicator::check_open() const { PP_CHECK(!closed(), "the communicator is closed"); }
 
 const Algorithm& Communicator::choose(Collective collective, u64 bytes, u32 element_bytes,
-                                      bool one_piece, std::string_view requested) const {
-  const bool may_spin = backend_->max_channels() > 0;
+                                      bool one_piece, std::span<const StreamHandle> streams,
+                                      std::string_view requested) const {
+  const bool may_spin = backend_->max_channels() > 0 && !backend_->capturing(streams);
   return selection_.choose({collective, bytes, element_bytes, one_piece, may_spin}, requested);
 }
 
@@ -35,6 +36,9 @@ void Communicator::run_flagged(Collective collective, const Algorithm& algorithm
       backend_->max_channels() > 0, collective_name(collective), ": ", algorithm.name,
       " needs kernels that run at the same time, which CUDA_LAUNCH_BLOCKING=1 and GPUs without "
       "cooperative launches prevent; use algorithm \"auto\"");
+  PP_CHECK(!backend_->capturing(streams), collective_name(collective), ": ", algorithm.name,
+           " cannot be captured in a CUDA graph, because kernels that wait for each other must not "
+           "be replayed apart; use algorithm \"auto\"");
   if (!connections_) {
     const u32 nchannels = std::min(options_.nchannels, backend_->max_channels());
     connections_ = std::make_unique<ConnectionSet>(*backend_, nranks_, nchannels, options_.slots,

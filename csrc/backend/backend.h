@@ -40,6 +40,9 @@ class Backend {
   // 0: blocks of all ranks cannot run at the same time here, and launch_flagged() must not be
   // called.
   virtual u32 max_channels() const = 0;
+  // Whether work on these streams goes into a CUDA graph now, of which nothing is known until it
+  // runs. Only event-ordered work may.
+  virtual bool capturing(std::span<const StreamHandle> callers) = 0;
   // What connects the devices. Known without trying a pair.
   virtual Fabric fabric() const = 0;
 

@@ -102,6 +102,22 @@ TEST(options_are_checked) {
               "copy_chain or chain");
 }
 
+TEST(a_capture_takes_event_ordered_algorithms_only) {
+  class CapturingBackend : public WrappedBackend {
+   public:
+    using WrappedBackend::WrappedBackend;
+    bool capturing(std::span<const StreamHandle>) override { return true; }
+  };
+  CommunicatorOptions options = kSmall;
+  options.algorithms = "broadcast:chain,all_reduce:ring";
+  World world(3, std::make_unique<CapturingBackend>(3), options);
+  check_broadcast(world, 1, 1000, "auto");
+  check_all_reduce(world, 1000, DType::kFloat16, false, "auto");
+  expect_text(message_of<Error>([&] { check_broadcast(world, 1, 1000, "chain"); }),
+              "broadcast: chain cannot be captured in a CUDA graph, because kernels that wait for "
+              "each other must not be replayed apart; use algorithm \"auto\"");
+}
+
 TEST(nothing_to_move_launches_nothing) {
   auto owned = std::make_unique<WrappedBackend>(3);
   WrappedBackend& backend = *owned;

@@ -20,6 +20,7 @@ struct CUevent_st {
   int device;
   Work before;
   bool recorded = false;
+  bool captured = false;
 };
 
 namespace fake {
@@ -66,15 +67,21 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (from.device != event->device) return cudaErrorInvalidResourceHandle;
   event->before = from.before;
   event->recorded = true;
+  event->captured = from.capturing;
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   EXPECT(event->recorded, "a wait for an event that was never recorded waits for nothing");
-  fake::resolve(stream).before.insert(event->before.begin(), event->before.end());
+  CUstream_st& to = fake::resolve(stream);
+  // A wait for an event of a capture takes a stream into the capture; other events end it.
+  if (to.capturing && !event->captured) return cudaErrorStreamCaptureIsolation;
+  to.capturing = event->captured;
+  to.before.insert(event->before.begin(), event->before.end());
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   EXPECT(fake::current >= 0 && event->recorded);
+  EXPECT(!event->captured, "a query of an event of a graph");
   for (const int work : event->before) {
     if (!fake::done.contains(work)) return cudaErrorNotReady;
   }

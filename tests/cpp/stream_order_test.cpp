@@ -42,6 +42,10 @@ class Callers {
     return launched;
   }
 
+  void set_capturing(bool capturing) {
+    for (CUstream_st& stream : streams_) stream.capturing = capturing;
+  }
+
   std::vector<StreamHandle> handles;
 
  private:
@@ -131,6 +135,44 @@ TEST(tickets_stay_right_when_events_are_used_again) {
   }
   fake::run_everything();
   for (const u64 ticket : tickets) EXPECT(order.finished(ticket), ticket);
+}
+
+TEST(groups_can_be_captured) {
+  for (const std::vector<int>& devices : kLayouts) {
+    StreamOrder order(devices);
+    Callers callers(devices, false);
+    order.begin(callers.handles);
+    order.end(callers.handles);
+    const u64 ticket = order.ticket();
+    fake::run_everything();
+    EXPECT(!order.capturing(callers.handles));
+    callers.set_capturing(true);
+    EXPECT(order.capturing(callers.handles));
+    for (int group = 0; group < 100; ++group) {  // more than may be outstanding
+      Work before;
+      const Work inputs = callers.launch(before);
+      order.begin(callers.handles);
+      const Work first = launch_everywhere(order, before);
+      EXPECT(includes(before, inputs), "ranks ", devices.size());
+      order.barrier();
+      const Work second = launch_everywhere(order, before);
+      EXPECT(includes(before, first), "ranks ", devices.size());
+      order.end(callers.handles);
+      callers.launch(before);
+      EXPECT(includes(before, second), "ranks ", devices.size());
+    }
+    EXPECT(order.ticket() == ticket && order.finished(ticket), "captured groups have no ticket");
+    // The end of the capture.
+    callers.set_capturing(false);
+    for (u32 d = 0; d < order.ndevices(); ++d) order.stream(d)->capturing = false;
+    Work before;
+    order.begin(callers.handles);
+    launch_everywhere(order, before);
+    order.end(callers.handles);
+    EXPECT(order.ticket() == ticket + 1 && !order.finished(ticket + 1));
+    fake::run_everything();
+    EXPECT(order.finished(ticket + 1));
+  }
 }
 
 // Otherwise two communicators could each hold one device and wait for the other one.

@@ -18,6 +18,9 @@ class WrappedBackend : public Backend {
   bool direct() const override { return host_->direct(); }
   u32 max_channels() const override { return host_->max_channels(); }
   Fabric fabric() const override { return host_->fabric(); }
+  bool capturing(std::span<const StreamHandle> callers) override {
+    return host_->capturing(callers);
+  }
   void* allocate(u32 rank, u64 bytes, RankSet touched_by) override {
     ++allocations;
     this->touched_by.push_back(touched_by);

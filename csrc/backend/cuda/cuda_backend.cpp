@@ -54,6 +54,7 @@ class CudaBackend final : public Backend {
   // 0 where several devices are launched by one thread and launches block: the first kernel would
   // wait for blocks that are launched after it. Also 0 where a device cannot launch cooperatively.
   u32 max_channels() const override { return max_channels_; }
+  bool capturing(std::span<const StreamHandle> callers) override;
   Fabric fabric() const override { return topology_.fabric(); }
 
   void* allocate(u32 rank, u64 bytes, RankSet touched_by) override;
@@ -176,6 +177,11 @@ void CudaBackend::write(u32 rank, void* to, const void* from, u64 bytes) {
   set_device(device);
   PP_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, setup_stream(device)));
   PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
+}
+
+bool CudaBackend::capturing(std::span<const StreamHandle> callers) {
+  const DeviceGuard guard;
+  return order_->capturing(callers);
 }
 
 void CudaBackend::begin(std::span<const StreamHandle> callers) {

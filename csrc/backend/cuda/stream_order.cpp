@@ -48,14 +48,10 @@ Event new_event() {
 
 cudaStream_t native(StreamHandle handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// A captured event can never be queried, so a group that is captured could never be bounded or
-// reported.
-void check_not_capturing(cudaStream_t stream, u32 rank) {
+bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   PP_CUDA(cudaStreamIsCapturing(stream, &status));
-  PP_CHECK(status == cudaStreamCaptureStatusNone,
-           "pyparallel cannot run inside a CUDA graph capture, but the stream of rank ", rank,
-           " is being captured.");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace
@@ -77,24 +73,40 @@ StreamOrder::StreamOrder(std::span<const int> rank_devices) {
   }
   set_device(device(0));
   joined_ = new_event();
+  captured_end_ = new_event();
   for (Event& event : group_ends_) event = new_event();
+}
+
+bool StreamOrder::capturing(std::span<const StreamHandle> callers) {
+  for (u32 rank = 0; rank < callers.size() && rank < rank_device_.size(); ++rank) {
+    set_device(device(device_index(rank)));
+    if (is_capturing(native(callers[rank]))) return true;
+  }
+  return false;
 }
 
 void StreamOrder::begin(std::span<const StreamHandle> callers) {
   PP_CHECK(callers.size() == rank_device_.size(), "begin: got ", callers.size(), " streams for ",
            rank_device_.size(), " ranks.");
+  u32 ncaptured = 0;
+  for (u32 rank = 0; rank < callers.size(); ++rank) {
+    set_device(device(device_index(rank)));
+    if (is_capturing(native(callers[rank]))) ++ncaptured;
+  }
+  PP_CHECK(ncaptured == 0 || ncaptured == callers.size(), "The streams of ", ncaptured, " of ",
+           callers.size(), " ranks are being captured in a CUDA graph, but all or none must be.");
   // Recorded for every rank before anything waits: a bad stream is found while nothing has been
   // queued. The handle 0 means the legacy stream of the current device, so the rank's device is
   // made current first.
   for (u32 rank = 0; rank < callers.size(); ++rank) {
     set_device(device(device_index(rank)));
-    check_not_capturing(native(callers[rank]), rank);
     PP_CUDA(cudaEventRecord(ready_[rank].get(), native(callers[rank])));
   }
   // Ten minutes of backlog mean a caller's stream that never gets anywhere; the wait itself is
   // ordinary back pressure.
   constexpr u64 kBacklogNs = 600'000'000'000;
-  if (groups_ >= kOutstanding) {
+  captured_ = ncaptured != 0;
+  if (groups_ >= kOutstanding && !captured_) {
     PP_CHECK(wait(groups_ + 1 - kOutstanding, kBacklogNs), kOutstanding,
              " operations are queued and the oldest has not finished for 600 s. Is a stream of the "
              "caller stuck?");
@@ -135,16 +147,17 @@ void StreamOrder::barrier() {
 // everywhere.
 void StreamOrder::finish_group() {
   join();
-  PP_CUDA(cudaEventRecord(group_end(groups_ + 1), stream(0)));
-  ++groups_;
+  PP_CUDA(cudaEventRecord(captured_ ? captured_end_.get() : group_end(groups_ + 1), stream(0)));
+  if (!captured_) ++groups_;
   open_ = false;
 }
 
 void StreamOrder::end(std::span<const StreamHandle> callers) {
   finish_group();
+  const cudaEvent_t end = captured_ ? captured_end_.get() : group_end(groups_);
   for (u32 rank = 0; rank < callers.size(); ++rank) {
     set_device(device(device_index(rank)));
-    PP_CUDA(cudaStreamWaitEvent(native(callers[rank]), group_end(groups_), 0));
+    PP_CUDA(cudaStreamWaitEvent(native(callers[rank]), end, 0));
   }
 }
 

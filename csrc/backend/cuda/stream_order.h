@@ -40,6 +40,10 @@ class StreamOrder {
 
   // The contracts of the functions of the same name in Backend. Call inside the scope of a
   // DeviceGuard.
+  //
+  // A group whose callers are all being captured becomes a part of their graph. It has no ticket,
+  // because an event of a graph can never be queried.
+  bool capturing(std::span<const StreamHandle> callers);
   void begin(std::span<const StreamHandle> callers);
   void barrier();
   void end(std::span<const StreamHandle> callers);
@@ -67,9 +71,10 @@ class StreamOrder {
   std::vector<u32> rank_device_;
   std::vector<Event> ready_;  // per rank: everything on its caller's stream so far
   Event joined_;
+  Event captured_end_;
   std::array<Event, kOutstanding> group_ends_;
   u64 groups_ = 0;  // groups finished by finish_group(); their numbers are 1 ... groups_
-  bool open_ = false;
+  bool open_ = false, captured_ = false;  // the group that has begun
 };
 
 // The stream of `device` on which memory is set up. Apart from the communication stream, because

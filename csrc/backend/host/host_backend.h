@@ -11,6 +11,7 @@ class HostBackend final : public Backend {
   const char* name() const override { return "host"; }
   bool direct() const override { return true; }
   u32 max_channels() const override;
+  bool capturing(std::span<const StreamHandle>) override { return false; }
   Fabric fabric() const override { return Fabric::kHost; }
 
   void* allocate(u32 rank, u64 bytes, RankSet touched_by) override;
