@@ -5,8 +5,10 @@ The reference of a sum is taken in rank order, in float32 for 16-bit types, roun
 
 import functools
 import operator
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +128,14 @@ def test_an_unknown_name_lists_the_known_ones(comm, devices, put, collective):
         calls[collective]()
     last = list(ALGORITHMS[collective])[-1]
     assert str(error.value) == (f"{collective}: unknown algorithm 'fast'; choose {names} or {last}")
+
+
+def test_every_algorithm_is_documented():
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    for collective, names in ALGORITHMS.items():
+        section = text.split(f"\n## {collective}\n")[1].split("\n## ")[0]
+        documented = re.findall(r"^### (\w+) \((?:event|flag)-ordered\)$", section, re.MULTILINE)
+        assert sorted(documented) == sorted(names)
 
 
 def test_algo_overrides_the_default(monkeypatch, make_devices, put):
