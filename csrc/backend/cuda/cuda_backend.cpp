@@ -119,9 +119,12 @@ CudaBackend::~CudaBackend() {
 
 void* CudaBackend::allocate(u32 rank, u64 bytes, RankSet touched_by) {
   const DeviceGuard guard;
-  const bool on_device = topology_.on_device(rank, touched_by, [this](DevicePair pair) {
-    return peer_usable(order_->device(pair.from), order_->device(pair.to));
-  });
+  // PYPARALLEL_P2P=off holds for the ranks of one GPU too, so that one GPU shows what staging does.
+  const bool shared = (touched_by & ~(RankSet{1} << rank)) != 0;
+  const bool on_device = !(shared && peers_are_off()) &&
+                         topology_.on_device(rank, touched_by, [this](DevicePair pair) {
+                           return peer_usable(order_->device(pair.from), order_->device(pair.to));
+                         });
   if (!on_device) return *host_memory_.insert(allocate_host(bytes)).first;
   const int device = device_of(rank);
   set_device(device);

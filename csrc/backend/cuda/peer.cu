@@ -259,12 +259,18 @@ void load_peer_kernels() {
   PP_CUDA(cudaFuncGetAttributes(&attributes, receive_kernel));
 }
 
+static PairVerdicts::Policy policy() {
+  return PairVerdicts::parse_policy(std::getenv("PYPARALLEL_P2P"));
+}
+
+bool peers_are_off() { return policy() == PairVerdicts::Policy::kOff; }
+
 bool peer_usable(int from, int to) {
   // Never destroyed, because a communicator may be used while the process exits.
   static auto& verdicts = *new PairVerdicts(
       [](int a, int b) { return std::make_unique<CudaPairPort>(a, b); },
       [](const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); });
-  return verdicts.usable(from, to, PairVerdicts::parse_policy(std::getenv("PYPARALLEL_P2P")));
+  return verdicts.usable(from, to, policy());
 }
 
 }  // namespace pyparallel

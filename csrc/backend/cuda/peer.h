@@ -14,4 +14,7 @@ void load_peer_kernels();
 // scope of a DeviceGuard.
 bool peer_usable(int from, int to);
 
+// Whether PYPARALLEL_P2P=off.
+bool peers_are_off();
+
 }  // namespace pyparallel
