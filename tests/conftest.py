@@ -3,6 +3,10 @@
 import os
 from collections.abc import Callable, Iterator
 
+# Before torch is imported, which reads it once. Tests compute little, and on a busy machine torch's
+# threads wait for each other: two take many times longer than one. Child processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
