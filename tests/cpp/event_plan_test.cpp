@@ -14,8 +14,19 @@ u64 element(const std::vector<u8>& bytes, u64 at, u32 element_bytes) {
   return value;
 }
 
-u64 truncated(u64 value, u32 element_bytes) {
-  return element_bytes == 8 ? value : value & ((u64{1} << (8 * element_bytes)) - 1);
+// As the machine adds.
+void add_to(std::vector<u64>& sums, const std::vector<u8>& bytes, u32 element_bytes) {
+  for (u64 i = 0; i < sums.size(); ++i)
+    sums[i] = sums[i] * kFactor + element(bytes, i * element_bytes, element_bytes);
+}
+
+void expect_sums(const std::vector<u8>& output, u64 offset, const std::vector<u64>& sums,
+                 u32 element_bytes) {
+  const u64 bits = element_bytes == 8 ? ~u64{0} : (u64{1} << (8 * element_bytes)) - 1;
+  for (u64 i = 0; i < sums.size(); ++i) {
+    EXPECT(element(output, offset + i * element_bytes, element_bytes) == (sums[i] & bits),
+           "element ", i, " at byte ", offset);
+  }
 }
 
 std::vector<Segment> random_segments(std::mt19937_64& random, u32 element_bytes) {
@@ -83,116 +94,147 @@ void expect_written(const Buffer& output, std::span<const Segment> segments) {
     EXPECT(output.writes[i] == expected[i], "byte ", i, " written ", output.writes[i]);
 }
 
+// Root's segments arrive at every other rank.
+void check_broadcast(const EventPlan& plan, u32 nranks, u32 root, std::span<const Segment> segments,
+                     Staging staging, u64 seed) {
+  Machine machine(staging, 1, seed);
+  add_stages(machine, nranks, staging);
+  for (u32 k = 0; k < segments.size(); ++k)
+    machine.allocate(root, Memory::kInput, k, segments[k].bytes, false);
+  const u64 bytes = segments.back().offset + segments.back().bytes;
+  for (u32 rank = 0; rank < nranks; ++rank) {
+    if (rank != root) machine.allocate(rank, Memory::kOutput, 0, bytes, true);
+  }
+  machine.run(plan);
+  for (u32 rank = 0; rank < nranks; ++rank) {
+    if (rank == root) continue;
+    const Buffer& output = machine.at(rank, Memory::kOutput);
+    expect_written(output, segments);
+    for (u32 k = 0; k < segments.size(); ++k) {
+      const std::vector<u8>& input = machine.at(root, Memory::kInput, k).bytes;
+      EXPECT(std::equal(input.begin(), input.end(), output.bytes.begin() + segments[k].offset),
+             "rank ", rank, " of ", nranks, " segment ", k);
+    }
+  }
+}
+
+void check_reduce_add(const EventPlan& plan, u32 nranks, u32 root,
+                      std::span<const Segment> segments, std::span<const u32> present,
+                      u32 element_bytes, Staging staging, u64 seed) {
+  Machine machine(staging, element_bytes, seed);
+  add_stages(machine, nranks, staging);
+  std::vector<std::vector<u64>> sums;  // of segment k, one an element
+  for (u32 k = 0; k < segments.size(); ++k) {
+    sums.emplace_back(segments[k].bytes / element_bytes, 0);
+    for (u32 rank = 0; rank < nranks; ++rank) {
+      if ((present[k] >> rank & 1) == 0) continue;
+      machine.allocate(rank, Memory::kInput, k, segments[k].bytes, false);
+      add_to(sums[k], machine.at(rank, Memory::kInput, k).bytes, element_bytes);
+    }
+  }
+  machine.allocate(root, Memory::kOutput, 0, segments.back().offset + segments.back().bytes, true);
+  machine.run(plan);
+  const Buffer& output = machine.at(root, Memory::kOutput);
+  expect_written(output, segments);
+  for (u32 k = 0; k < segments.size(); ++k)
+    expect_sums(output.bytes, segments[k].offset, sums[k], element_bytes);
+}
+
+void check_all_reduce(const EventPlan& plan, u32 nranks, u64 bytes, u32 element_bytes,
+                      Staging staging, bool in_place, u64 seed) {
+  Machine machine(staging, element_bytes, seed);
+  add_stages(machine, nranks, staging);
+  if (in_place) machine.make_in_place();
+  std::vector<u64> sums(bytes / element_bytes, 0);
+  for (u32 rank = 0; rank < nranks; ++rank) {
+    machine.allocate(rank, Memory::kInput, 0, bytes, false);
+    add_to(sums, machine.at(rank, Memory::kInput).bytes, element_bytes);
+    if (!in_place) machine.allocate(rank, Memory::kOutput, 0, bytes, true);
+  }
+  machine.run(plan);
+  for (u32 rank = 0; rank < nranks; ++rank) {
+    const Buffer& output = machine.at(rank, Memory::kOutput);
+    const Segment whole{0, bytes};
+    expect_written(output, {&whole, 1});
+    expect_sums(output.bytes, 0, sums, element_bytes);
+  }
+}
+
+constexpr auto kBroadcasts = {EventAlgorithm::kPush, EventAlgorithm::kTwoHop,
+                              EventAlgorithm::kCopyChain};
+constexpr auto kSums = {EventAlgorithm::kOwner, EventAlgorithm::kCopyChain};
+
 }  // namespace
 
 TEST(broadcast) {
-  visit_cases(
-      {EventAlgorithm::kPush, EventAlgorithm::kTwoHop, EventAlgorithm::kCopyChain},
-      [](EventAlgorithm algorithm, u32 nranks, u32 root, Staging staging, std::mt19937_64& random) {
-        const std::vector<Segment> segments = random_segments(random, 1);
-        const u64 bytes = segments.back().offset + segments.back().bytes;
-        Machine machine(staging, 1, random());
-        add_stages(machine, nranks, staging);
-        for (u32 k = 0; k < segments.size(); ++k)
-          machine.allocate(root, Memory::kInput, k, segments[k].bytes, false);
-        for (u32 rank = 0; rank < nranks; ++rank) {
-          if (rank != root) machine.allocate(rank, Memory::kOutput, 0, bytes, true);
-        }
-        const EventPlan plan = plan_broadcast(algorithm, nranks, root, segments, staging);
-        expect_neighbours(algorithm, nranks, plan);
-        machine.run(plan);
-        for (u32 rank = 0; rank < nranks; ++rank) {
-          if (rank == root) continue;
-          const Buffer& output = machine.at(rank, Memory::kOutput);
-          expect_written(output, segments);
-          for (u32 k = 0; k < segments.size(); ++k) {
-            const std::vector<u8>& input = machine.at(root, Memory::kInput, k).bytes;
-            EXPECT(
-                std::equal(input.begin(), input.end(), output.bytes.begin() + segments[k].offset),
-                "rank ", rank, " segment ", k);
-          }
-        }
-      });
+  visit_cases(kBroadcasts, [](EventAlgorithm algorithm, u32 nranks, u32 root, Staging staging,
+                              std::mt19937_64& random) {
+    const std::vector<Segment> segments = random_segments(random, 1);
+    const EventPlan plan = plan_broadcast(algorithm, nranks, root, segments, staging);
+    expect_neighbours(algorithm, nranks, plan);
+    check_broadcast(plan, nranks, root, segments, staging, random());
+  });
 }
 
 TEST(reduce_add) {
-  visit_cases(
-      {EventAlgorithm::kOwner, EventAlgorithm::kCopyChain},
-      [](EventAlgorithm algorithm, u32 nranks, u32 root, Staging staging, std::mt19937_64& random) {
-        const u32 element_bytes = 2u << random() % 3;
-        const std::vector<Segment> segments = random_segments(random, element_bytes);
-        const u64 bytes = segments.back().offset + segments.back().bytes;
-        std::vector<u32> present(segments.size());
-        const u32 everybody = (1u << nranks) - 1;
-        const bool partial = random() % 2;
-        for (u32& ranks : present) {
-          ranks = partial && random() % 3 == 0 ? static_cast<u32>(random()) & everybody : everybody;
-          if (ranks == 0) ranks = 1u << random() % nranks;
-        }
-        Machine machine(staging, element_bytes, random());
-        add_stages(machine, nranks, staging);
-        for (u32 k = 0; k < segments.size(); ++k) {
-          for (u32 rank = 0; rank < nranks; ++rank) {
-            if (present[k] >> rank & 1)
-              machine.allocate(rank, Memory::kInput, k, segments[k].bytes, false);
-          }
-        }
-        machine.allocate(root, Memory::kOutput, 0, bytes, true);
-        const EventPlan plan =
-            plan_reduce_add(algorithm, nranks, root, segments, present, element_bytes, staging);
-        expect_neighbours(algorithm, nranks, plan);
-        machine.run(plan);
-        const Buffer& output = machine.at(root, Memory::kOutput);
-        expect_written(output, segments);
-        for (u32 k = 0; k < segments.size(); ++k) {
-          for (u64 at = 0; at < segments[k].bytes; at += element_bytes) {
-            u64 sum = 0;
-            for (u32 rank = 0; rank < nranks; ++rank) {
-              if (present[k] >> rank & 1)
-                sum = sum * kFactor +
-                      element(machine.at(rank, Memory::kInput, k).bytes, at, element_bytes);
-            }
-            EXPECT(element(output.bytes, segments[k].offset + at, element_bytes) ==
-                       truncated(sum, element_bytes),
-                   "segment ", k, " byte ", at);
-          }
-        }
-      });
+  visit_cases(kSums, [](EventAlgorithm algorithm, u32 nranks, u32 root, Staging staging,
+                        std::mt19937_64& random) {
+    const u32 element_bytes = 2u << random() % 3;
+    const std::vector<Segment> segments = random_segments(random, element_bytes);
+    std::vector<u32> present(segments.size());
+    const u32 everybody = (1u << nranks) - 1;
+    const bool partial = random() % 2;
+    for (u32& ranks : present) {
+      ranks = partial && random() % 3 == 0 ? static_cast<u32>(random()) & everybody : everybody;
+      if (ranks == 0) ranks = 1u << random() % nranks;
+    }
+    const EventPlan plan =
+        plan_reduce_add(algorithm, nranks, root, segments, present, element_bytes, staging);
+    expect_neighbours(algorithm, nranks, plan);
+    check_reduce_add(plan, nranks, root, segments, present, element_bytes, staging, random());
+  });
 }
 
 TEST(all_reduce) {
-  visit_cases(
-      {EventAlgorithm::kOwner, EventAlgorithm::kCopyChain},
-      [](EventAlgorithm algorithm, u32 nranks, u32 root, Staging staging, std::mt19937_64& random) {
-        if (root != 0) return;
-        const u32 element_bytes = 2u << random() % 3;
-        const u64 bytes = random() % 3000 / element_bytes * element_bytes;
-        Machine machine(staging, element_bytes, random());
-        add_stages(machine, nranks, staging);
-        const bool in_place = random() % 2;
-        if (in_place) machine.make_in_place();
-        std::vector<std::vector<u8>> inputs;
-        for (u32 rank = 0; rank < nranks; ++rank) {
-          machine.allocate(rank, Memory::kInput, 0, bytes, false);
-          inputs.push_back(machine.at(rank, Memory::kInput).bytes);
-          if (!in_place) machine.allocate(rank, Memory::kOutput, 0, bytes, true);
-        }
-        const EventPlan plan = plan_all_reduce(algorithm, nranks, bytes, element_bytes, staging);
-        expect_neighbours(algorithm, nranks, plan);
-        machine.run(plan);
-        for (u32 rank = 0; rank < nranks; ++rank) {
-          const Buffer& output = machine.at(rank, Memory::kOutput);
-          const Segment whole{0, bytes};
-          expect_written(output, {&whole, 1});
-          for (u64 at = 0; at < bytes; at += element_bytes) {
-            u64 sum = 0;
-            for (const std::vector<u8>& input : inputs)
-              sum = sum * kFactor + element(input, at, element_bytes);
-            EXPECT(element(output.bytes, at, element_bytes) == truncated(sum, element_bytes),
-                   "rank ", rank, " byte ", at);
+  visit_cases(kSums, [](EventAlgorithm algorithm, u32 nranks, u32 root, Staging staging,
+                        std::mt19937_64& random) {
+    if (root != 0) return;
+    const u32 element_bytes = 2u << random() % 3;
+    const u64 bytes = random() % 3000 / element_bytes * element_bytes;
+    const EventPlan plan = plan_all_reduce(algorithm, nranks, bytes, element_bytes, staging);
+    expect_neighbours(algorithm, nranks, plan);
+    check_all_reduce(plan, nranks, bytes, element_bytes, staging, random() % 2, random());
+  });
+}
+
+// Around the sizes where something begins: a word, a slot, half a slot, several windows.
+TEST(every_rank_count_root_and_size) {
+  for (const Staging staging : {Staging{true, 128}, Staging{false, 128}, Staging{false, 256}}) {
+    const u64 slot = staging.slot_bytes;
+    for (const u64 bytes : {u64{0}, u64{1}, u64{15}, u64{16}, u64{17}, slot / 2 + 1, slot - 1, slot,
+                            slot + 1, 3 * slot + 5}) {
+      const Segment whole{0, bytes};
+      for (u32 nranks = 1; nranks <= kMaxRanks; ++nranks) {
+        const u32 everybody = (1u << nranks) - 1;
+        for (u32 root = 0; root < nranks; ++root) {
+          for (EventAlgorithm algorithm : kBroadcasts) {
+            if (staging.direct && algorithm == EventAlgorithm::kCopyChain) continue;
+            check_broadcast(plan_broadcast(algorithm, nranks, root, {&whole, 1}, staging), nranks,
+                            root, {&whole, 1}, staging, bytes);
+          }
+          for (EventAlgorithm algorithm : kSums) {
+            if (staging.direct && algorithm == EventAlgorithm::kCopyChain) continue;
+            check_reduce_add(
+                plan_reduce_add(algorithm, nranks, root, {&whole, 1}, {&everybody, 1}, 1, staging),
+                nranks, root, {&whole, 1}, {&everybody, 1}, 1, staging, bytes);
+            if (root != 0) continue;
+            check_all_reduce(plan_all_reduce(algorithm, nranks, bytes, 1, staging), nranks, bytes,
+                             1, staging, bytes % 2, bytes);
           }
         }
-      });
+      }
+    }
+  }
 }
 
 TEST(scatter_and_gather) {
@@ -241,26 +283,9 @@ TEST(scatter_and_gather) {
 TEST(two_hop_in_several_chunks) {
   visit_cases([](u32 nranks, u32 root, Staging staging, std::mt19937_64& random) {
     const std::vector<Segment> segments = random_segments(random, 1);
-    Machine machine(staging, 1, random());
-    add_stages(machine, nranks, staging);
-    for (u32 k = 0; k < segments.size(); ++k)
-      machine.allocate(root, Memory::kInput, k, segments[k].bytes, false);
-    for (u32 rank = 0; rank < nranks; ++rank)
-      machine.allocate(rank, Memory::kOutput, 0, segments.back().offset + segments.back().bytes,
-                       true);
     const u64 chunk_bytes = kUnit * (1 + random() % 6);
-    const EventPlan plan = two_hop_plan(nranks, root, segments, staging, chunk_bytes);
-    machine.run(plan);
-    for (u32 rank = 0; rank < nranks; ++rank) {
-      if (rank == root) continue;
-      const Buffer& output = machine.at(rank, Memory::kOutput);
-      expect_written(output, segments);
-      for (u32 k = 0; k < segments.size(); ++k) {
-        const std::vector<u8>& input = machine.at(root, Memory::kInput, k).bytes;
-        EXPECT(std::equal(input.begin(), input.end(), output.bytes.begin() + segments[k].offset),
-               "rank ", rank, " segment ", k, " chunk ", chunk_bytes);
-      }
-    }
+    check_broadcast(two_hop_plan(nranks, root, segments, staging, chunk_bytes), nranks, root,
+                    segments, staging, random());
   });
 }
 
