@@ -39,10 +39,18 @@ def torch_headers() -> Path | None:
     return include if version and int(version[1]) >= PYBIND11 else None
 
 
+def search_path() -> str:
+    """Returns PATH with Python's own folder first.
+
+    Its cmake is often newer than the system's, and an old one does not know a new nvcc.
+    """
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def missing() -> list[str]:
     """Returns the build tools that are not there."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
-    result = [tool for tool in ("cmake", "ninja", "g++") if shutil.which(tool, path=path) is None]
+    tools = ("cmake", "ninja", "g++")
+    result = [tool for tool in tools if shutil.which(tool, path=search_path()) is None]
     if (major("setuptools") or 0) < SETUPTOOLS:
         result.append(f"setuptools>={SETUPTOOLS} (there is {major('setuptools') or 'none'})")
     if (major("pybind11") or 0) < PYBIND11 and torch_headers() is None:
@@ -97,8 +105,7 @@ def build(args) -> dict[str, object]:
     if lacks := missing():
         raise part.PartFailed("missing for the build: " + ", ".join(lacks))
     environment = {**os.environ, "PYPARALLEL_CUDA": "ON", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    # A virtual environment that was not activated still offers its own cmake and ninja.
-    environment["PATH"] += f":{Path(sys.executable).parent}"
+    environment["PATH"] = search_path()
     architectures = environment.setdefault("TORCH_CUDA_ARCH_LIST", capabilities())
     headers = "pybind11"
     with tempfile.TemporaryDirectory() as name:
