@@ -10,11 +10,12 @@ namespace {
 
 constexpr Algorithm event_ordered(Collective collective, const char* name, EventAlgorithm algorithm,
                                   Rounding rounding = Rounding::kRankOrder) {
-  return {collective, name, rounding, false, algorithm, {}};
+  return {collective, name, rounding, ~u64{0}, false, algorithm, {}};
 }
 constexpr Algorithm flag_ordered(Collective collective, const char* name, FlagAlgorithm algorithm,
                                  Rounding rounding = Rounding::kRankOrder) {
-  return {collective, name, rounding, true, {}, algorithm};
+  const u64 max_bytes = is_ll(algorithm) ? kLlMaxBytes : ~u64{0};
+  return {collective, name, rounding, max_bytes, true, {}, algorithm};
 }
 
 constexpr Algorithm kBroadcast[] = {
@@ -22,6 +23,8 @@ constexpr Algorithm kBroadcast[] = {
     event_ordered(Collective::kBroadcast, "two_hop", EventAlgorithm::kTwoHop),
     event_ordered(Collective::kBroadcast, "copy_chain", EventAlgorithm::kCopyChain),
     flag_ordered(Collective::kBroadcast, "chain", FlagAlgorithm::kChainBroadcast),
+    flag_ordered(Collective::kBroadcast, "two_hop_flags", FlagAlgorithm::kTwoHopBroadcast),
+    flag_ordered(Collective::kBroadcast, "ll", FlagAlgorithm::kLlBroadcast),
 };
 constexpr Algorithm kReduceAdd[] = {
     event_ordered(Collective::kReduceAdd, "owner", EventAlgorithm::kOwner),
@@ -29,12 +32,14 @@ constexpr Algorithm kReduceAdd[] = {
                   Rounding::kWideRankOrder),
     flag_ordered(Collective::kReduceAdd, "chain", FlagAlgorithm::kChainReduce,
                  Rounding::kWideRankOrder),
+    flag_ordered(Collective::kReduceAdd, "ll", FlagAlgorithm::kLlReduce),
 };
 constexpr Algorithm kAllReduce[] = {
     event_ordered(Collective::kAllReduce, "two_shot", EventAlgorithm::kOwner),
     event_ordered(Collective::kAllReduce, "copy_chain", EventAlgorithm::kCopyChain,
                   Rounding::kWideRankOrder),
     flag_ordered(Collective::kAllReduce, "ring", FlagAlgorithm::kRingAllReduce, Rounding::kOther),
+    flag_ordered(Collective::kAllReduce, "one_shot_ll", FlagAlgorithm::kLlAllReduce),
 };
 
 }  // namespace

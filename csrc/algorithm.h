@@ -5,7 +5,7 @@
 
 #include "base.h"
 #include "schedule/event_plan.h"
-#include "schedule/flag_shape.h"
+#include "schedule/ll.h"
 
 namespace pyparallel {
 
@@ -29,6 +29,7 @@ struct Algorithm {
   Collective collective;
   const char* name;
   Rounding rounding;
+  u64 max_bytes;                   // of the payload
   bool flag_ordered;               // takes one segment, of which every rank has its part
   EventAlgorithm event_algorithm;  // read only if not flag_ordered
   FlagAlgorithm flag_algorithm;    // read only if flag_ordered

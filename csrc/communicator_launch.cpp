@@ -13,7 +13,11 @@ const Algorithm& Communicator::choose(Collective collective, u64 bytes, u32 elem
                                       bool one_piece, std::span<const StreamHandle> streams,
                                       std::string_view requested) const {
   const bool may_spin = backend_->max_channels() > 0 && !backend_->capturing(streams);
-  return selection_.choose({collective, bytes, element_bytes, one_piece, may_spin}, requested);
+  const Algorithm& chosen =
+      selection_.choose({collective, bytes, element_bytes, one_piece, may_spin}, requested);
+  PP_CHECK_ARG(bytes <= chosen.max_bytes, collective_name(collective), ": ", chosen.name,
+               " carries at most ", chosen.max_bytes, " bytes, not ", bytes);
+  return chosen;
 }
 
 std::string Communicator::describe_selection() const {

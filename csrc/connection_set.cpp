@@ -24,81 +24,91 @@ u32 load(const u32& word) {
 
 ConnectionSet::ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes,
                              u64 timeout_ms)
-    : backend_(backend),
-      nranks_(nranks),
+    : nranks_(nranks),
       nchannels_(nchannels),
-      slots_(slots),
-      slot_bytes_(slot_bytes),
       timeout_ms_(timeout_ms),
+      memory_{backend, nullptr, {}},
       operations_(kRecords),
-      connected_(nranks * nranks) {
+      simple_(make_wiring(slots, slot_bytes)),
+      ll_(make_wiring(kLlBuffers, ll_buffer_bytes(nchannels))) {
   const u64 words = round_up(sizeof(u32), kWordBytes);
-  auto* host = static_cast<u8*>(backend.allocate_host(words + kRecords * sizeof(FailureRecord)));
+  memory_.host = backend.allocate_host(words + kRecords * sizeof(FailureRecord));
+  auto* host = static_cast<u8*>(memory_.host);
   abort_word_ = reinterpret_cast<u32*>(host);
   records_ = reinterpret_cast<FailureRecord*>(host + words);
   for (u32 rank = 0; rank < nranks; ++rank) {
-    sends_.push_back(
-        reinterpret_cast<SendEnd*>(allocate(rank, nranks * nchannels * sizeof(SendEnd), 0)));
-    recvs_.push_back(
-        reinterpret_cast<RecvEnd*>(allocate(rank, nranks * nchannels * sizeof(RecvEnd), 0)));
+    fan_outs_.push_back(
+        reinterpret_cast<u64*>(allocate(rank, nchannels * kMaxRanks * sizeof(u64), 0)));
   }
 }
 
-ConnectionSet::~ConnectionSet() {
-  for (const Allocation& allocation : allocations_)
-    backend_.release(allocation.rank, allocation.memory);
-  backend_.release_host(abort_word_);
+ConnectionSet::Wiring ConnectionSet::make_wiring(u32 slots, u64 slot_bytes) {
+  Wiring wiring{slots, slot_bytes, {}, {}, std::vector<bool>(nranks_ * nranks_)};
+  const u32 ends = nranks_ * nchannels_;
+  for (u32 rank = 0; rank < nranks_; ++rank) {
+    wiring.sends.push_back(reinterpret_cast<SendEnd*>(allocate(rank, ends * sizeof(SendEnd), 0)));
+    wiring.recvs.push_back(reinterpret_cast<RecvEnd*>(allocate(rank, ends * sizeof(RecvEnd), 0)));
+  }
+  return wiring;
+}
+
+ConnectionSet::Memory::~Memory() {
+  for (const Allocation& allocation : allocations) {
+    backend.release(allocation.rank, allocation.memory);
+  }
+  if (host) backend.release_host(host);
 }
 
 u8* ConnectionSet::allocate(u32 rank, u64 bytes, RankSet touched_by) {
-  void* memory = backend_.allocate(rank, bytes, touched_by);
-  allocations_.push_back({rank, memory});
+  memory_.allocations.reserve(memory_.allocations.size() + 1);  // nothing fails after this
+  void* memory = memory_.backend.allocate(rank, bytes, touched_by);
+  memory_.allocations.push_back({rank, memory});
   return static_cast<u8*>(memory);
 }
 
-void ConnectionSet::connect(u32 from, u32 to) {
-  if (connected_[from * nranks_ + to]) return;
-  u8* sender = allocate(from, nchannels_ * 2 * kWordBytes, 1u << to);
-  u8* receiver = allocate(to, nchannels_ * 2 * kWordBytes, 1u << from);
-  u8* slots = allocate(to, nchannels_ * slots_ * slot_bytes_, 1u << from);
-  std::vector<SendEnd> send_ends(nchannels_);
-  std::vector<RecvEnd> recv_ends(nchannels_);
+void ConnectionSet::connect(Wiring& wiring, u32 from, u32 to) {
+  if (wiring.connected[from * nranks_ + to]) return;
+  const u64 channel_bytes = wiring.slots * wiring.slot_bytes;
+  u8* credits = allocate(from, nchannels_ * kWordBytes, 1u << to);
+  u8* tails = &wiring == &ll_ ? nullptr : allocate(to, nchannels_ * kWordBytes, 1u << from);
+  u8* slots = allocate(to, nchannels_ * channel_bytes, 1u << from);
+  std::vector<SendEnd> sends(nchannels_);
+  std::vector<RecvEnd> recvs(nchannels_);
   for (u32 channel = 0; channel < nchannels_; ++channel) {
-    auto word = [channel](u8* end, u32 i) {
-      return reinterpret_cast<u64*>(end + (channel * 2 + i) * kWordBytes);
-    };
-    u8* channel_slots = slots + channel * slots_ * slot_bytes_;
-    u64* credits = word(sender, 1);
-    u64* tail = word(receiver, 1);
-    send_ends[channel] = {word(sender, 0), credits, tail, channel_slots};
-    recv_ends[channel] = {word(receiver, 0), tail, credits, channel_slots};
+    auto* credit = reinterpret_cast<u64*>(credits + channel * kWordBytes);
+    auto* tail = tails ? reinterpret_cast<u64*>(tails + channel * kWordBytes) : nullptr;
+    u8* channel_slots = slots + channel * channel_bytes;
+    sends[channel] = {0, 0, credit, tail, channel_slots};
+    recvs[channel] = {0, 0, tail, credit, channel_slots};
   }
-  backend_.write(from, sends_[from] + to * nchannels_, send_ends.data(),
-                 nchannels_ * sizeof(SendEnd));
-  backend_.write(to, recvs_[to] + from * nchannels_, recv_ends.data(),
-                 nchannels_ * sizeof(RecvEnd));
-  connected_[from * nranks_ + to] = true;
+  memory_.backend.write(from, wiring.sends[from] + to * nchannels_, sends.data(),
+                        nchannels_ * sizeof(SendEnd));
+  memory_.backend.write(to, wiring.recvs[to] + from * nchannels_, recvs.data(),
+                        nchannels_ * sizeof(RecvEnd));
+  wiring.connected[from * nranks_ + to] = true;
 }
 
 FlagArgs ConnectionSet::prepare(const FlagShape& shape, DType dtype, std::string operation) {
-  for (u32 rank = 0; rank < shape.nranks; ++rank) {
-    // A rank sends to one peer only in a whole operation, and its first primitive names it. Channel
-    // 0 is never empty where another one is not.
-    if (prim_count(shape, rank, 0) == 0) continue;
-    const i32 peer = prim_at(shape, rank, 0, 0).send_to;
-    if (peer >= 0) connect(rank, static_cast<u32>(peer));
+  const bool ll = is_ll(shape.algorithm);
+  Wiring& wiring = ll ? ll_ : simple_;
+  for (u32 rank = 0; rank < nranks_; ++rank) {
+    const u32 peers = ll ? ll_role(shape, rank).send_to : send_peers(shape, rank);
+    for (u32 peer = 0; peer < nranks_; ++peer) {
+      if ((peers >> peer & 1) != 0) connect(wiring, rank, peer);
+    }
   }
   const u64 record = launches_++ % kRecords;
   operations_[record] = std::move(operation);
   FlagArgs args{};
   args.shape = shape;
+  args.shape.slots = wiring.slots;
   args.dtype = dtype;
-  args.slot_bytes = slot_bytes_;
+  args.slot_bytes = wiring.slot_bytes;
   args.timeout_ns = timeout_ms_ * 1'000'000;
   args.abort_word = abort_word_;
   args.failure = records_ + record;
   for (u32 rank = 0; rank < nranks_; ++rank)
-    args.ranks[rank] = {nullptr, nullptr, sends_[rank], recvs_[rank]};
+    args.ranks[rank] = {nullptr, nullptr, wiring.sends[rank], wiring.recvs[rank], fan_outs_[rank]};
   return args;
 }
 

@@ -15,7 +15,7 @@ class ConnectionSet {
  public:
   ConnectionSet(Backend& backend, u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes,
                 u64 timeout_ms);
-  ~ConnectionSet();  // only after all work that uses the set has finished
+  // Destroyed only after all work that uses the set has finished.
   ConnectionSet(const ConnectionSet&) = delete;
   ConnectionSet& operator=(const ConnectionSet&) = delete;
 
@@ -31,17 +31,33 @@ class ConnectionSet {
   std::string failure() const;
 
  private:
-  struct Allocation {
-    u32 rank;
-    void* memory;
+  // What the set has allocated; freed also when making the set fails half way.
+  struct Memory {
+    struct Allocation {
+      u32 rank;
+      void* memory;
+    };
+    Backend& backend;
+    void* host = nullptr;
+    std::vector<Allocation> allocations;
+    ~Memory();
   };
+  // The connections of one protocol.
+  struct Wiring {
+    u32 slots;
+    u64 slot_bytes;
+    std::vector<SendEnd*> sends;  // per rank, in its device's memory: [peer * nchannels + channel]
+    std::vector<RecvEnd*> recvs;
+    std::vector<bool> connected;  // [from * nranks + to]
+  };
+  Wiring make_wiring(u32 slots, u64 slot_bytes);
   u8* allocate(u32 rank, u64 bytes, RankSet touched_by);
-  void connect(u32 from, u32 to);
+  void connect(Wiring& wiring, u32 from, u32 to);
   std::string describe(const FailureRecord& record, const std::string& operation) const;
 
-  Backend& backend_;
-  const u32 nranks_, nchannels_, slots_;
-  const u64 slot_bytes_, timeout_ms_;
+  const u32 nranks_, nchannels_;
+  const u64 timeout_ms_;
+  Memory memory_;
 
   u32* abort_word_ = nullptr;
   // One record a launch, used in turn, so that a record says which launch failed. More than can be
@@ -51,10 +67,8 @@ class ConnectionSet {
   std::vector<std::string> operations_;
   u64 launches_ = 0;
 
-  std::vector<SendEnd*> sends_;  // per rank, in its device's memory: [peer * nchannels + channel]
-  std::vector<RecvEnd*> recvs_;
-  std::vector<bool> connected_;  // [from * nranks + to]
-  std::vector<Allocation> allocations_;
+  Wiring simple_, ll_;
+  std::vector<u64*> fan_outs_;  // per rank, in its device's memory
 };
 
 }  // namespace pyparallel

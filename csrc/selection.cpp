@@ -25,6 +25,8 @@ struct Row {
 // device only lose there. Seeds from models and from what others published; not yet measured on a
 // GPU.
 //
+// Small messages go to everybody at once by the LL protocol, which has the fewest and cheapest
+// steps and twice the bytes.
 // Switch: the root's port carries n - 1 copies in a push and one in two hops, which take two steps
 // more, so sizes are about 6 MiB / (n - 2).
 // Bus: a rank has one link both ways, so everything goes from neighbour to neighbour, in slices
@@ -33,24 +35,37 @@ struct Row {
 // Limited: only neighbours on the ring are mapped. What is not a chain goes through host memory,
 // with fewer steps.
 constexpr Row kTable[] = {
+    {Collective::kBroadcast, Fabric::kSwitch, 2, 0, "push", "ll"},
+    {Collective::kBroadcast, Fabric::kSwitch, 2, 32 * kKiB, "push", nullptr},
     {Collective::kBroadcast, Fabric::kSwitch, 3, 6 * kMiB, "two_hop", nullptr},
     {Collective::kBroadcast, Fabric::kSwitch, 5, 2 * kMiB, "two_hop", nullptr},
     {Collective::kBroadcast, Fabric::kSwitch, 8, 1 * kMiB, "two_hop", nullptr},
+    {Collective::kBroadcast, Fabric::kBus, 2, 0, "push", "ll"},
+    {Collective::kBroadcast, Fabric::kBus, 2, 32 * kKiB, "push", nullptr},
     {Collective::kBroadcast, Fabric::kBus, 3, 64 * kKiB, "push", "chain"},
     {Collective::kBroadcast, Fabric::kBus, 3, 8 * kMiB, "copy_chain", "chain"},
     {Collective::kBroadcast, Fabric::kBus, 3, 64 * kMiB, "copy_chain", nullptr},
     {Collective::kBroadcast, Fabric::kLimited, 3, 256 * kKiB, "copy_chain", "chain"},
 
+    {Collective::kReduceAdd, Fabric::kSwitch, 2, 0, "owner", "ll"},
+    {Collective::kReduceAdd, Fabric::kSwitch, 2, 32 * kKiB, "owner", nullptr},
+    {Collective::kReduceAdd, Fabric::kBus, 2, 0, "owner", "ll"},
+    {Collective::kReduceAdd, Fabric::kBus, 2, 32 * kKiB, "owner", nullptr},
     {Collective::kReduceAdd, Fabric::kBus, 3, 64 * kKiB, "owner", "chain"},
     {Collective::kReduceAdd, Fabric::kBus, 3, 8 * kMiB, "copy_chain", "chain"},
     {Collective::kReduceAdd, Fabric::kLimited, 3, 256 * kKiB, "copy_chain", nullptr},
 
+    {Collective::kAllReduce, Fabric::kSwitch, 2, 0, "two_shot", "one_shot_ll"},
+    {Collective::kAllReduce, Fabric::kSwitch, 2, 32 * kKiB, "two_shot", nullptr},
+    {Collective::kAllReduce, Fabric::kBus, 2, 0, "two_shot", "one_shot_ll"},
+    {Collective::kAllReduce, Fabric::kBus, 2, 32 * kKiB, "two_shot", nullptr},
     {Collective::kAllReduce, Fabric::kBus, 3, 8 * kMiB, "copy_chain", nullptr},
     {Collective::kAllReduce, Fabric::kLimited, 3, 256 * kKiB, "copy_chain", nullptr},
 };
 
 bool can_run(const Algorithm& algorithm, const Request& request) {
-  return !algorithm.flag_ordered || (request.one_piece && request.may_spin);
+  return request.bytes <= algorithm.max_bytes &&
+         (!algorithm.flag_ordered || (request.one_piece && request.may_spin));
 }
 
 Collective parse_collective(std::string_view name) {

@@ -66,7 +66,11 @@ class Backend {
   virtual void launch(u32 rank, std::span<const Task> tasks) = 0;
   // The same for one copy of one row to one destination, by the copy engine of the rank's device.
   virtual void copy(u32 rank, const Task& task) = 0;
-  // Runs blocks (rank, channel) of all ranks, co-resident; ordered like launch().
+  // Runs blocks (rank, channel) of all ranks, co-resident; ordered like launch(). With begin() and
+  // end() around each launch, blocks start on no rank before those of the launch before have left
+  // all ranks. As long as no wait expires the protocols do not need that; recovery does
+  // (protocol.pml): a rank that gives up would otherwise start the next launch, on the same
+  // connections, while blocks of other ranks still use their slots.
   virtual void launch_flagged(const FlagArgs& args) = 0;
   // Everything launched before has finished everywhere before anything launched afterwards starts.
   virtual void barrier() = 0;

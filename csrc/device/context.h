@@ -66,13 +66,23 @@ concept MemoryContext = requires(const C& c, const W* from, W* to, W value) {
   { c.store(to, value) } -> std::same_as<void>;
 };
 
-// Flags between blocks of different ranks, at system scope. One thread of a block calls these.
+// Two words that are stored and polled together (LL protocol). Each is written at once; together
+// they may be torn.
+struct alignas(16) Line {
+  u64 words[2];
+};
+
+// Flags between blocks of different ranks, at system scope. Each flag belongs to one thread of a
+// block.
 //
 // - relaxed(word): one poll; orders nothing.
 // - acquire(word): pairs with post(). After it (and a barrier) the block sees what was written
 //   before the post.
 // - post(word, value): a release store. All that the block wrote before its last barrier, and all
 //   that this thread saw, is visible to whoever acquires `value`.
+// - relaxed_line(line), store_line(line, value): a poll and a store of both words, each of them
+//   atomic and relaxed: they order nothing, a word carries its own flag.
+// - kLinesInFlight: lines that a thread polls at the same time.
 // - now_ns(): a clock that never goes back.
 // - pause(polls, waited_ns): called after each poll that failed; may yield or sleep, for at most
 //   about 1 ms.
@@ -82,10 +92,12 @@ concept MemoryContext = requires(const C& c, const W* from, W* to, W value) {
 // - publish(record): sets `complete` with a release, after the claimer wrote the other fields.
 template <class C>
 concept FlagContext = requires(const C& c, const u64* word, u64* flag, u64 value, u32* abort_word,
-                               FailureRecord* record) {
+                               FailureRecord* record, Line* line) {
   { c.relaxed(word) } -> std::same_as<u64>;
   { c.acquire(word) } -> std::same_as<u64>;
   { c.post(flag, value) } -> std::same_as<void>;
+  { c.relaxed_line(static_cast<const Line*>(line)) } -> std::same_as<Line>;
+  { c.store_line(line, Line{}) } -> std::same_as<void>;
   { c.now_ns() } -> std::same_as<u64>;
   { c.pause(value, value) } -> std::same_as<void>;
   { c.aborted(abort_word) } -> std::same_as<bool>;
@@ -93,6 +105,7 @@ concept FlagContext = requires(const C& c, const u64* word, u64* flag, u64 value
   { c.claim(record) } -> std::same_as<bool>;
   { c.publish(record) } -> std::same_as<void>;
   requires(C::kPollsPerClock & (C::kPollsPerClock - 1)) == 0;
+  requires C::kLinesInFlight > 0;
 };
 
 // The two inner loops. All threads of the block call them with the same arguments; they hold no

@@ -78,6 +78,24 @@ struct GpuContext {
     asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(word), "l"(value) : "memory");
   }
 
+  // A vector access of PTX is one atomic access a word, which is all that lines need; it is one
+  // instruction.
+  static constexpr u32 kLinesInFlight = 4;
+  PP_D Line relaxed_line(const Line* line) const {
+    Line value;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(value.words[0]), "=l"(value.words[1])
+                 : "l"(line)
+                 : "memory");
+    return value;
+  }
+  PP_D void store_line(Line* line, Line value) const {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
+                 :
+                 : "l"(line), "l"(value.words[0]), "l"(value.words[1])
+                 : "memory");
+  }
+
   PP_D u64 now_ns() const {
     u64 time;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));

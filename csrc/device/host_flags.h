@@ -6,7 +6,7 @@
 #include <chrono>
 #include <thread>
 
-#include "connection.h"
+#include "context.h"
 
 namespace pyparallel {
 
@@ -27,6 +27,16 @@ class HostFlags {
   u64 acquire(const u64* word) const { return reference(word).load(std::memory_order_acquire); }
   void post(u64* word, u64 value) const {
     std::atomic_ref<u64>(*word).store(value, std::memory_order_release);
+  }
+
+  static constexpr u32 kLinesInFlight = 1;
+  Line relaxed_line(const Line* line) const {
+    return {{relaxed(&line->words[0]), relaxed(&line->words[1])}};
+  }
+  void store_line(Line* line, Line value) const {
+    for (u32 i = 0; i < 2; ++i) {
+      std::atomic_ref<u64>(line->words[i]).store(value.words[i], std::memory_order_relaxed);
+    }
   }
 
   u64 now_ns() const {

@@ -1,4 +1,4 @@
-// Waiting for and posting the flags of a connection. One thread of a block calls these.
+// Waiting for and posting the flags of a connection. The thread that a flag belongs to calls these.
 #pragma once
 #include "context.h"
 
@@ -7,12 +7,17 @@ namespace pyparallel {
 // Bugs that tests plant to see that they are found. kNone compiles to nothing.
 enum class Fault {
   kNone,
-  kNoBarrierBeforeCopy,  // threads copy before thread 0 has seen the flag
-  kNoBarrierAfterCopy,   // thread 0 posts before the other threads have copied
+  kNoBarrierBeforeCopy,  // threads copy before one has seen the flag
+  kNoBarrierAfterCopy,   // one thread posts before the other threads have copied
   kRelaxedPost,          // the post does not order the copy before it
   kNoAcquire,            // the wait does not order the copy after it
   kEarlyCredit,          // the sender believes in one slot more than there is
   kOffByOneSlice,        // the receiver is content with the slice before
+  kOneCreditForAll,      // a copy to several ranks waits for the first one's credit only
+  kLlWrongBuffer,        // the receiver looks into the other buffer
+  kLlOneBuffer,          // operations do not alternate between buffers
+  kLlStaleFlag,          // the receiver takes any flag for the one that it waits for
+  kLlNoRefresh,          // words keep their flags while the numbers of operations go once around
 };
 
 // Compares step numbers on a circle, so that counters may wrap.
@@ -42,16 +47,16 @@ PP_D void report_expired(const C& c, const FlagArgs& args, const WaitFor& wait, 
   c.abort(args.abort_word);
 }
 
-// Polls `word` until it has reached `wanted`; false if another block aborted or this wait has
-// expired, and then the block must leave without touching a slot. The first look at the clock comes
-// after kPollsPerClock polls: short waits never read it.
-template <Fault F = Fault::kNone, FlagOrderedContext C>
-PP_D bool wait_reached(const C& c, const FlagArgs& args, const WaitFor& wait, const u64* word,
-                       u64 wanted) {
-  u64 started = 0, waited = 0;
-  for (u64 polls = 1;; ++polls) {
-    const u64 seen = c.relaxed(word);
-    if (reached(seen, wanted)) break;
+// The bound of one wait.
+struct Patience {
+  u64 polls = 0, started = 0, waited = 0;
+
+  // Call after each poll that failed; false if another block aborted or the wait has expired, and
+  // then the block must leave. The first look at the clock comes after kPollsPerClock polls: short
+  // waits never read it.
+  template <FlagOrderedContext C>
+  PP_D bool go_on(const C& c, const FlagArgs& args, const WaitFor& wait, u64 wanted, u64 seen) {
+    ++polls;
     if ((polls & (C::kPollsPerClock - 1)) == 0) {
       if (c.aborted(args.abort_word)) return false;
       const u64 now = c.now_ns();
@@ -63,29 +68,47 @@ PP_D bool wait_reached(const C& c, const FlagArgs& args, const WaitFor& wait, co
       }
     }
     c.pause(polls, waited);
+    return true;
+  }
+};
+
+// Polls `word` until it has reached `wanted`; false if the block must leave without touching a
+// slot. `cache` is the end's `seen`: what it has reached already is neither polled nor acquired
+// again, because a GPU's acquire empties the L1 cache.
+template <Fault F = Fault::kNone, FlagOrderedContext C>
+PP_D bool wait_reached(const C& c, const FlagArgs& args, const WaitFor& wait, const u64* word,
+                       u64* cache, u64 wanted) {
+  if (reached(c.load(cache), wanted)) return true;
+  Patience patience;
+  u64 seen;
+  while (!reached(seen = c.relaxed(word), wanted)) {
+    if (!patience.go_on(c, args, wait, wanted, seen)) return false;
   }
   // One acquire after the relaxed polls, because the block is about to read (data) or overwrite
   // (credit) what the peer touched before its post; in the loop it would only cost. Pairs with
-  // post_slice() at the peer.
-  if constexpr (F != Fault::kNoAcquire) c.acquire(word);
+  // post_slice() at the peer, for all slices up to the number that it returns.
+  if constexpr (F != Fault::kNoAcquire) seen = c.acquire(word);
+  c.store(cache, seen);
   return true;
 }
 
 // Waits for slice `step` (counted from 0 since the connection was made) to arrive.
 template <Fault F, FlagOrderedContext C>
-PP_D bool wait_data(const C& c, const FlagArgs& args, const WaitFor& wait, const RecvEnd& recv,
+PP_D bool wait_data(const C& c, const FlagArgs& args, const WaitFor& wait, RecvEnd* recv,
                     u64 step) {
   const u64 wanted = step + (F == Fault::kOffByOneSlice ? 0 : 1);
-  return wait_reached<F>(c, args, wait, recv.tail, wanted);
+  const u64* tail = c.load(&recv->tail);
+  return wait_reached<F>(c, args, wait, tail, &recv->seen, wanted);
 }
 
 // Waits until the slot of slice `step` is free: until the receiver has consumed the slice that used
 // it before.
 template <Fault F, FlagOrderedContext C>
-PP_D bool wait_credit(const C& c, const FlagArgs& args, const WaitFor& wait, const SendEnd& send,
+PP_D bool wait_credit(const C& c, const FlagArgs& args, const WaitFor& wait, SendEnd* send,
                       u64 step) {
   const u64 wanted = step + 1 - args.shape.slots - (F == Fault::kEarlyCredit ? 1 : 0);
-  return wait_reached<F>(c, args, wait, send.credits, wanted);
+  const u64* credits = c.load(&send->credits);
+  return wait_reached<F>(c, args, wait, credits, &send->seen, wanted);
 }
 
 // Tells the peer that one more slice is there (its tail) or consumed (its credits). Call after a

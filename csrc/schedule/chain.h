@@ -18,7 +18,7 @@ PP_HD constexpr Prim broadcast_prim_at(const FlagShape& shape, u32 rank, u32 cha
   const u32 vrank = (rank + n - shape.root) % n;  // 0 for root
   const Range slice = piece_range(channel_range(shape, channel), shape.slice_bytes, i);
   return {.recv_from = vrank == 0 ? -1 : static_cast<i32>((rank + n - 1) % n),
-          .send_to = vrank == n - 1 ? -1 : static_cast<i32>((rank + 1) % n),
+          .send_to = vrank == n - 1 ? 0 : u32{1} << (rank + 1) % n,
           .read_input = vrank == 0,
           .write_output = vrank != 0,
           .offset = slice.begin,
@@ -50,14 +50,12 @@ PP_HD constexpr u64 reduce_lag(const FlagShape& shape, u64 slices) {
 
 PP_HD constexpr Prim reduce_chain_prim(const FlagShape& shape, u32 rank, u32 channel, u64 i) {
   const bool last = rank == shape.nranks - 1;
-  const i32 next = !last                   ? static_cast<i32>(rank + 1)
-                   : reduce_has_hop(shape) ? static_cast<i32>(shape.root)
-                                           : -1;
+  const u32 next = !last ? u32{1} << (rank + 1) : reduce_has_hop(shape) ? u32{1} << shape.root : 0;
   const Range slice = piece_range(channel_range(shape, channel), shape.slice_bytes, i);
   return {.recv_from = static_cast<i32>(rank) - 1,
           .send_to = next,
           .read_input = true,
-          .write_output = next < 0,
+          .write_output = next == 0,
           .offset = slice.begin,
           .bytes = slice.bytes};
 }
@@ -65,7 +63,7 @@ PP_HD constexpr Prim reduce_chain_prim(const FlagShape& shape, u32 rank, u32 cha
 PP_HD constexpr Prim reduce_result_prim(const FlagShape& shape, u32 channel, u64 i) {
   const Range slice = piece_range(channel_range(shape, channel), shape.slice_bytes, i);
   return {.recv_from = static_cast<i32>(shape.nranks - 1),
-          .send_to = -1,
+          .send_to = 0,
           .read_input = false,
           .write_output = true,
           .offset = slice.begin,

@@ -32,7 +32,7 @@ PP_HD constexpr Prim ring_prim_at(const FlagShape& shape, u32 rank, u32 channel,
       piece_range(channel_range(shape, channel), ring_round_bytes(shape), round), n, shard);
   const bool recv = step > 0, send = step < 2 * n - 2;
   return {.recv_from = recv ? static_cast<i32>((rank + n - 1) % n) : -1,
-          .send_to = send ? static_cast<i32>((rank + 1) % n) : -1,
+          .send_to = send ? u32{1} << (rank + 1) % n : 0,
           .read_input = step < n,
           .write_output = step >= n - 1,
           .offset = range.begin,

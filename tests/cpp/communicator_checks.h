@@ -19,10 +19,12 @@ constexpr CommunicatorOptions kSmall{
 // Small whole numbers, whose sums are exact in every type and order.
 inline u32 value_at(u32 rank, u64 i) { return static_cast<u32>((i + 3 * rank) % 7); }
 
-// "auto" and the names of all algorithms of a collective.
-inline std::vector<std::string_view> names_of(Collective collective) {
+// "auto" and the names of all algorithms of a collective that carry so many bytes.
+inline std::vector<std::string_view> names_of(Collective collective, u64 bytes) {
   std::vector<std::string_view> names{"auto"};
-  for (const Algorithm& algorithm : algorithms_of(collective)) names.push_back(algorithm.name);
+  for (const Algorithm& algorithm : algorithms_of(collective)) {
+    if (bytes <= algorithm.max_bytes) names.push_back(algorithm.name);
+  }
   return names;
 }
 
@@ -160,11 +162,11 @@ inline void check_scatter_and_gather(World& world, u32 root, u64 rows, u32 skip)
 inline void check_everything(World& world) {
   for (u32 root = 0; root < world.nranks; ++root) {
     for (const u64 size : {0, 1, 5, 127, 128, 129, 1000, 5003, 20001}) {
-      for (const auto algorithm : names_of(Collective::kBroadcast))
+      for (const auto algorithm : names_of(Collective::kBroadcast, size))
         check_broadcast(world, root, size, algorithm);
-      for (const auto algorithm : names_of(Collective::kReduceAdd)) {
-        check_reduce_add(world, root, size, static_cast<DType>(size % kDTypes), algorithm);
-      }
+      const auto dtype = static_cast<DType>(size % kDTypes);
+      for (const auto algorithm : names_of(Collective::kReduceAdd, size * element_bytes(dtype)))
+        check_reduce_add(world, root, size, dtype, algorithm);
     }
     for (const u64 rows : {0, 1, 7, 400}) {
       check_scatter_and_gather(world, root, rows, 0);
@@ -173,7 +175,8 @@ inline void check_everything(World& world) {
   }
   for (const u64 count : {0, 1, 5, 127, 1000, 5003}) {
     for (u32 dtype = 0; dtype < kDTypes; ++dtype) {
-      for (const auto algorithm : names_of(Collective::kAllReduce)) {
+      const u64 bytes = count * element_bytes(static_cast<DType>(dtype));
+      for (const auto algorithm : names_of(Collective::kAllReduce, bytes)) {
         check_all_reduce(world, count, static_cast<DType>(dtype), false, algorithm);
         check_all_reduce(world, count, static_cast<DType>(dtype), true, algorithm);
       }

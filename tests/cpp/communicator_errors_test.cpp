@@ -33,7 +33,8 @@ TEST(arguments_are_checked_before_anything_runs) {
   const void* const both[] = {a.data(), b.data()};
   void* const to[] = {a.data(), b.data()};
   void* const partly[] = {a.data(), nullptr};
-  const Segment whole[] = {{0, 64}}, odd[] = {{0, 10}}, overlapping[] = {{0, 8}, {4, 8}};
+  const Segment whole[] = {{0, 64}}, odd[] = {{0, 10}}, large[] = {{0, 65537}},
+                overlapping[] = {{0, 8}, {4, 8}};
   const Share shares[] = {{0, 4}, {4, 8}}, meeting[] = {{0, 5}, {4, 4}};
   const auto& s = world.streams;
   const std::pair<std::function<void()>, const char*> wrong[] = {
@@ -51,7 +52,8 @@ TEST(arguments_are_checked_before_anything_runs) {
       {[&] { c.broadcast(0, both, overlapping, to, s, "auto"); },
        "broadcast: segment 1 starts at byte 4, but segment 0 ends at byte 8"},
       {[&] { c.broadcast(0, one, whole, to, s, "ring"); },
-       "broadcast: unknown algorithm 'ring'; choose auto, push, two_hop, copy_chain or chain"},
+       "broadcast: unknown algorithm 'ring'; choose auto, push, two_hop, copy_chain, chain, "
+       "two_hop_flags or ll"},
       {[&] { c.reduce_add(0, both, odd, a.data(), DType::kFloat32, s, "auto"); },
        "reduce_add: segment 0 has 10 bytes at byte 0, but an element of float32 has 4"},
       {[&] { c.reduce_add(0, one, whole, a.data(), DType::kFloat32, s, "auto"); },
@@ -71,7 +73,12 @@ TEST(arguments_are_checked_before_anything_runs) {
       {[&] { c.all_reduce(both, partly, 16, DType::kFloat32, s, "auto"); },
        "all_reduce: rank 1 has no destination for 16 elements"},
       {[&] { c.all_reduce(both, to, 16, DType::kFloat32, s, "push"); },
-       "all_reduce: unknown algorithm 'push'; choose auto, two_shot, copy_chain or ring"},
+       "all_reduce: unknown algorithm 'push'; choose auto, two_shot, copy_chain, ring or "
+       "one_shot_ll"},
+      {[&] { c.broadcast(0, one, large, to, s, "ll"); },
+       "broadcast: ll carries at most 65536 bytes, not 65537"},
+      {[&] { c.all_reduce(both, to, 8193, DType::kInt64, s, "one_shot_ll"); },
+       "all_reduce: one_shot_ll carries at most 65536 bytes, not 65544"},
       {[&] { c.scatter(0, a.data(), 2, 11, shares, to, s); },
        "scatter: rank 1 has bytes 4 to 12 of a row, but a row has 11 bytes"},
       {[&] { c.scatter(0, nullptr, 2, 12, shares, to, s); },
@@ -99,7 +106,7 @@ TEST(options_are_checked) {
   expect_text(make(2, {.timeout_ms = 0}), "timeout_ms is 0, but must be from 1 to 1000000000");
   expect_text(make(2, {.algorithms = "reduce_add:push"}),
               "PYPARALLEL_ALGO: reduce_add: unknown algorithm 'push'; choose auto, owner, "
-              "copy_chain or chain");
+              "copy_chain, chain or ll");
 }
 
 TEST(a_capture_takes_event_ordered_algorithms_only) {
@@ -122,11 +129,11 @@ TEST(nothing_to_move_launches_nothing) {
   auto owned = std::make_unique<WrappedBackend>(3);
   WrappedBackend& backend = *owned;
   World world(3, std::move(owned));
-  for (const auto algorithm : names_of(Collective::kBroadcast))
+  for (const auto algorithm : names_of(Collective::kBroadcast, 0))
     check_broadcast(world, 1, 0, algorithm);
-  for (const auto algorithm : names_of(Collective::kReduceAdd))
+  for (const auto algorithm : names_of(Collective::kReduceAdd, 0))
     check_reduce_add(world, 1, 0, DType::kFloat32, algorithm);
-  for (const auto algorithm : names_of(Collective::kAllReduce))
+  for (const auto algorithm : names_of(Collective::kAllReduce, 0))
     check_all_reduce(world, 0, DType::kFloat32, false, algorithm);
   check_scatter_and_gather(world, 0, 0, 0);
   check_scatter_and_gather(world, 0, 5, 7);

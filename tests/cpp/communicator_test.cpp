@@ -23,27 +23,36 @@ TEST(every_collective_is_right_through_stages) {
 TEST(sixteen_ranks) {
   World world(16);
   for (const u32 root : {0u, 7u, 15u}) {
-    for (const auto algorithm : names_of(Collective::kBroadcast))
+    for (const auto algorithm : names_of(Collective::kBroadcast, 5003))
       check_broadcast(world, root, 5003, algorithm);
-    for (const auto algorithm : names_of(Collective::kReduceAdd))
+    for (const auto algorithm : names_of(Collective::kReduceAdd, 4 * 3001))
       check_reduce_add(world, root, 3001, DType::kFloat32, algorithm);
     check_scatter_and_gather(world, root, 50, 0);
   }
-  for (const auto algorithm : names_of(Collective::kAllReduce))
+  for (const auto algorithm : names_of(Collective::kAllReduce, 2 * 3001))
     check_all_reduce(world, 3001, DType::kFloat16, true, algorithm);
 }
 
 TEST(megabytes_run_on_the_pool) {
   World world(4, make_host_backend(4), CommunicatorOptions{});
-  for (const auto algorithm : names_of(Collective::kBroadcast)) {
+  for (const auto algorithm : names_of(Collective::kBroadcast, 9'000'003)) {
     check_broadcast(world, 1, 3'000'001, algorithm);
     check_broadcast(world, 2, 9'000'003, algorithm);
   }
-  for (const auto algorithm : names_of(Collective::kReduceAdd))
+  for (const auto algorithm : names_of(Collective::kReduceAdd, 4 * 1'700'001))
     check_reduce_add(world, 1, 1'700'001, DType::kFloat32, algorithm);
-  for (const auto algorithm : names_of(Collective::kAllReduce))
+  for (const auto algorithm : names_of(Collective::kAllReduce, 2 * 700'001))
     check_all_reduce(world, 700'001, DType::kBFloat16, true, algorithm);
   check_scatter_and_gather(world, 3, 60'000, 0);
+}
+
+TEST(low_latency_carries_up_to_its_largest_payload) {
+  World world(3, make_host_backend(3), CommunicatorOptions{});
+  for (u32 repeat = 0; repeat < 5; ++repeat) {
+    check_broadcast(world, repeat % 3, kLlMaxBytes - repeat, "ll");
+    check_reduce_add(world, repeat % 3, kLlMaxBytes / 8, DType::kInt64, "ll");
+    check_all_reduce(world, kLlMaxBytes / 2 - repeat, DType::kFloat16, true, "one_shot_ll");
+  }
 }
 
 // 3 MB in one row: pieces of the last two ranks go by copy engines.

@@ -1,4 +1,4 @@
-// One random flag-ordered collective on a Team, with its inputs and the result that it must have.
+// Random flag-ordered collectives on a Team, with their inputs and the results that they must have.
 #pragma once
 #include <cstring>
 #include <random>
@@ -8,22 +8,23 @@
 
 namespace pyparallel::testing {
 
-// Sums in the order that the schedule promises, rounded at each hop as the schedule does. Ring
-// inputs are small integers, which add exactly in any order.
+// Sums in the order that the schedule promises, rounded as often as it does. Ring inputs are small
+// integers, which add exactly in any order.
 template <class T>
 class RandomOperation {
  public:
-  RandomOperation(Team& team, FlagAlgorithm algorithm, u64 max_bytes, std::mt19937_64& random)
-      : team_(team), algorithm_(algorithm) {
-    FlagShape& shape = team.args().shape;
-    count_ = random() % 4 == 0 ? random() % 40 : random() % (max_bytes / sizeof(T));
+  RandomOperation(Team& team, FlagAlgorithm algorithm, u32 root, std::mt19937_64& random)
+      : algorithm_(algorithm) {
+    const u64 largest = kTeamBytes / sizeof(T);
+    count_ = random() % 4 == 0 ? random() % 40 : random() % (largest + 1);
+    FlagShape shape = team.args().shape;
     shape.algorithm = algorithm;
-    shape.root = algorithm == FlagAlgorithm::kRingAllReduce ? 0 : random() % shape.nranks;
+    shape.root = all_reduce() ? 0 : root;
     shape.element_bytes = sizeof(T);
     shape.bytes = count_ * sizeof(T);
-    const u64 units = team.args().slot_bytes / kUnit;
-    shape.slice_bytes = (1 + random() % units) * kUnit;
-    in_place_ = algorithm == FlagAlgorithm::kRingAllReduce && random() % 2;
+    shape.slice_bytes = (1 + random() % (team.args().slot_bytes / kUnit)) * kUnit;
+    args_ = team.prepare(shape);
+    in_place_ = all_reduce() && random() % 2;
     // Elements of a buffer start at any multiple of their size.
     shift_ = random() % 2 ? 0 : random() % 8;
     for (u32 rank = 0; rank < shape.nranks; ++rank) {
@@ -33,17 +34,18 @@ class RandomOperation {
     }
     set_expected();
     for (u32 rank = 0; rank < shape.nranks; ++rank) {
-      team.args().ranks[rank].input = bytes(inputs_[rank]);
-      team.args().ranks[rank].output = bytes(in_place_ ? inputs_[rank] : outputs_[rank]);
+      args_.ranks[rank].input = bytes(inputs_[rank]);
+      args_.ranks[rank].output = bytes(in_place_ ? inputs_[rank] : outputs_[rank]);
     }
   }
 
-  bool right() {
-    const FlagShape& shape = team_.args().shape;
+  const FlagArgs& args() const { return args_; }
+
+  bool right() const {
+    const FlagShape& shape = args_.shape;
     for (u32 rank = 0; rank < shape.nranks; ++rank) {
       const std::vector<T>& result = in_place_ ? inputs_[rank] : outputs_[rank];
-      const bool writes = algorithm_ == FlagAlgorithm::kRingAllReduce ||
-                          (algorithm_ == FlagAlgorithm::kChainReduce) == (rank == shape.root);
+      const bool writes = all_reduce() || is_broadcast(algorithm_) == (rank != shape.root);
       if (writes && !same_bytes(&result[shift_], expected_.data(), count_ * sizeof(T)))
         return false;
       if (in_place_) continue;
@@ -63,6 +65,10 @@ class RandomOperation {
     return value;
   }
 
+  bool all_reduce() const {
+    return algorithm_ == FlagAlgorithm::kRingAllReduce || algorithm_ == FlagAlgorithm::kLlAllReduce;
+  }
+
   u8* bytes(std::vector<T>& elements) { return reinterpret_cast<u8*>(elements.data() + shift_); }
 
   T random_element(std::mt19937_64& random) const {
@@ -72,37 +78,58 @@ class RandomOperation {
   }
 
   void set_expected() {
-    const FlagShape& shape = team_.args().shape;
-    for (u64 i = 0; i < count_; ++i) {
-      T value = inputs_[algorithm_ == FlagAlgorithm::kChainBroadcast ? shape.root : 0][shift_ + i];
-      for (u32 rank = 1; algorithm_ != FlagAlgorithm::kChainBroadcast && rank < shape.nranks;
-           ++rank) {
-        value = narrow<T>(widen<T>(value) + widen<T>(inputs_[rank][shift_ + i]));
+    const FlagShape& shape = args_.shape;
+    for (u64 i = shift_; i < shift_ + count_; ++i) {
+      if (is_broadcast(algorithm_)) {
+        expected_.push_back(inputs_[shape.root][i]);
+        continue;
       }
-      expected_.push_back(value);
+      Accumulator<T> sum = widen<T>(inputs_[0][i]);
+      for (u32 rank = 1; rank < shape.nranks; ++rank) {
+        sum = sum + widen<T>(inputs_[rank][i]);
+        if (!is_ll(algorithm_)) sum = widen<T>(narrow<T>(sum));  // at each hop
+      }
+      expected_.push_back(narrow<T>(sum));
     }
   }
 
-  Team& team_;
   FlagAlgorithm algorithm_;
+  FlagArgs args_;
   u64 count_ = 0, shift_ = 0;
   bool in_place_ = false;
   std::vector<std::vector<T>> inputs_, outputs_;
   std::vector<T> expected_;
 };
 
-// Runs one operation of a random algorithm; false if a value was wrong or a wait expired.
+constexpr u32 kAlgorithms = static_cast<u32>(FlagAlgorithm::kLlAllReduce) + 1;
+constexpr u32 kSimpleAlgorithms = static_cast<u32>(FlagAlgorithm::kLlBroadcast);
+
+// Runs some operations of random algorithms from `first_algorithm` on, blocks running ahead; false
+// if a value was wrong or a wait expired.
 template <class T, Fault F>
-bool run_random_operation(Team& team, u64 max_bytes, std::mt19937_64& random, bool jitter) {
-  const bool ring = team.args().shape.slots >= min_slots(FlagAlgorithm::kRingAllReduce);
-  const auto algorithm = static_cast<FlagAlgorithm>(random() % (ring ? 3 : 2));
-  const u32 everybody = (1u << team.args().shape.nranks) - 1;
-  RandomOperation<T> operation(team, algorithm, max_bytes, random);
-  const u64 seed = random();
-  const bool ok = algorithm == FlagAlgorithm::kChainBroadcast
-                      ? team.run<CopyOnly, F>(everybody, seed, jitter)
-                      : team.run<T, F>(everybody, seed, jitter);
-  return ok && operation.right();
+bool run_random_operations(Team& team, u32 first_algorithm, std::mt19937_64& random, bool jitter) {
+  const FlagShape& shape = team.args().shape;
+  std::vector<RandomOperation<T>> operations;
+  std::vector<FlagArgs> args;
+  const u64 count = 1 + random() % 8;
+  // Half of the time all are alike: then the ranks at one end never wait for those at the other,
+  // and run ahead as far as credits allow.
+  const bool alike = random() % 2;
+  FlagAlgorithm algorithm{};
+  u32 root = 0;
+  while (operations.size() < count) {
+    if (operations.empty() || !alike) {
+      algorithm =
+          static_cast<FlagAlgorithm>(first_algorithm + random() % (kAlgorithms - first_algorithm));
+      root = random() % shape.nranks;
+    }
+    if (min_slots(algorithm) > shape.slots) algorithm = FlagAlgorithm::kChainBroadcast;
+    operations.emplace_back(team, algorithm, root, random);
+  }
+  for (const auto& operation : operations) args.push_back(operation.args());
+  bool ok = team.run<T, F>(args, (1u << shape.nranks) - 1, random(), jitter);
+  for (const auto& operation : operations) ok = ok && operation.right();
+  return ok;
 }
 
 }  // namespace pyparallel::testing

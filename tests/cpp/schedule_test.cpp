@@ -1,5 +1,5 @@
-// Proves the flag-ordered schedules by replay: every byte arrives once, every sum has the promised
-// order, no slot is written before its credit, nothing deadlocks.
+// Proves the schedules of the Simple protocol by replay: every byte arrives once, every sum has the
+// promised order, no slot is written before its credit, nothing deadlocks.
 //
 // The replay runs each rank as far as it can, in turn. That one order proves all: a block only
 // waits for counters that one other block raises and that never fall, so running a block earlier
@@ -31,9 +31,7 @@ struct Slot {
   Terms terms;
 };
 
-// A rank sends to one peer only in all schedules so far, so connections are named by their sender.
 struct Connection {
-  i32 to = -1;
   u64 sent, received;
   std::array<Slot, 8> slots;
 };
@@ -43,12 +41,13 @@ class Replay {
  public:
   // Counters start just below their wrap.
   Replay(const FlagShape& shape, u32 channel)
-      : shape_(shape), channel_(channel), connections_(shape.nranks) {
+      : shape_(shape), channel_(channel), connections_(shape.nranks * shape.nranks) {
     for (Connection& connection : connections_) connection.sent = connection.received = ~u64{0} - 2;
     range_ = channel_range(shape, channel);
     const u64 units = divide_up(range_.bytes, kUnit);
     outputs_.assign(shape.nranks, std::vector<u64>(units, 0));
     terms_.assign(shape.nranks, std::vector<Terms>(units));
+    for (u32 rank = 0; rank < shape.nranks; ++rank) peers_.push_back(send_peers(shape, rank));
   }
 
   // False on a deadlock.
@@ -103,17 +102,18 @@ class Replay {
 
   bool step(u32 rank, const Prim& prim) {
     const u64 mask = shape_.slots - 1;
-    Connection* in = prim.recv_from < 0 ? nullptr : &connections_[prim.recv_from];
-    Connection* out = prim.send_to < 0 ? nullptr : &connections_[rank];
+    Connection* in = prim.recv_from < 0 ? nullptr : &connection(prim.recv_from, rank);
     if (in != nullptr && in->sent == in->received) return false;
-    if (out != nullptr && out->sent - out->received >= shape_.slots) return false;
-    check(in == nullptr || in->to == static_cast<i32>(rank), "receives what goes elsewhere", rank);
-    if (out != nullptr) {
-      check(out->to < 0 || out->to == prim.send_to, "sends to two peers", rank);
-      out->to = prim.send_to;
+    for (u32 peer = 0; peer < shape_.nranks; ++peer) {
+      if ((prim.send_to >> peer & 1) == 0) continue;
+      const Connection& out = connection(rank, peer);
+      if (out.sent - out.received >= shape_.slots) return false;
     }
+    check((prim.send_to & ~peers_[rank]) == 0, "sends where nothing is connected", prim.send_to);
+    check((prim.send_to & (prim.send_to - 1)) == 0 || in == nullptr || !prim.read_input,
+          "a sum for several", prim.send_to);
     check(in != nullptr || prim.read_input, "nothing to move", prim.offset);
-    check(out != nullptr || prim.write_output, "nowhere to move to", prim.offset);
+    check(prim.send_to != 0 || prim.write_output, "nowhere to move to", prim.offset);
     check(prim.bytes <= shape_.slice_bytes, "slice larger than a slot", prim.offset);
     check(prim.offset >= range_.begin && prim.offset + prim.bytes <= range_.end(),
           "outside of the channel", prim.offset);
@@ -137,13 +137,17 @@ class Replay {
       outputs_[rank][unit(prim.offset)] = prim.bytes;
       terms_[rank][unit(prim.offset)] = terms;
     }
-    if (out != nullptr) {
-      Slot& slot = out->slots[out->sent++ & mask];
+    for (u32 peer = 0; peer < shape_.nranks; ++peer) {
+      if ((prim.send_to >> peer & 1) == 0) continue;
+      Connection& out = connection(rank, peer);
+      Slot& slot = out.slots[out.sent++ & mask];
       check(!slot.full, "slot reused before its credit", prim.offset);
       slot = {true, prim.offset, prim.bytes, terms};
     }
     return true;
   }
+
+  Connection& connection(u32 from, u32 to) { return connections_[from * shape_.nranks + to]; }
 
   // Bounds lie on units, so a unit stands for all that begins there.
   u64 unit(u64 offset) const { return (offset - range_.begin) / kUnit; }
@@ -151,7 +155,8 @@ class Replay {
   FlagShape shape_;
   u32 channel_;
   Range range_{};
-  std::vector<Connection> connections_;
+  std::vector<Connection> connections_;  // [from * nranks + to]
+  std::vector<u32> peers_;
   std::vector<std::vector<u64>> outputs_;  // [rank][unit]: bytes written from there on
   std::vector<std::vector<Terms>> terms_;
 };
@@ -212,18 +217,20 @@ Terms rank_order(u32 nranks) {
 
 }  // namespace
 
-TEST(chain_broadcast_delivers_once) {
-  visit_shapes(FlagAlgorithm::kChainBroadcast, [](const FlagShape& shape) {
-    replay(shape, [&](const Replay& run) {
-      for (u32 rank = 0; rank < shape.nranks; ++rank) {
-        if (rank == shape.root) {
-          run.expect_no_output(rank);
-        } else {
-          run.expect_output(rank, [&](u64) { return plus({}, shape.root); });
+TEST(broadcasts_deliver_once) {
+  for (const auto algorithm : {FlagAlgorithm::kChainBroadcast, FlagAlgorithm::kTwoHopBroadcast}) {
+    visit_shapes(algorithm, [](const FlagShape& shape) {
+      replay(shape, [&](const Replay& run) {
+        for (u32 rank = 0; rank < shape.nranks; ++rank) {
+          if (rank == shape.root) {
+            run.expect_no_output(rank);
+          } else {
+            run.expect_output(rank, [&](u64) { return plus({}, shape.root); });
+          }
         }
-      }
+      });
     });
-  });
+  }
 }
 
 TEST(chain_reduce_sums_in_rank_order) {
@@ -267,6 +274,23 @@ TEST(ring_needs_two_slots) {
   for (u32 nranks = 2; nranks <= kMaxRanks; ++nranks) {
     Replay run({FlagAlgorithm::kRingAllReduce, nranks, 0, 1, 1, 1, 1, kSlice}, 0);
     EXPECT(!run.run(), "ranks ", nranks);
+  }
+}
+
+// The root sends every byte once, each other rank its shard to the others once more.
+TEST(two_hop_shares_the_work) {
+  for (u32 nranks = 2; nranks <= kMaxRanks; ++nranks) {
+    const u64 bytes = 20 * kSlice * (nranks - 1);
+    const FlagShape shape{FlagAlgorithm::kTwoHopBroadcast, nranks, 1, 1, 2, 1, bytes, kSlice};
+    for (u32 rank = 0; rank < nranks; ++rank) {
+      u64 sent = 0;
+      for (u64 i = 0; i < prim_count(shape, rank, 0); ++i) {
+        const Prim prim = prim_at(shape, rank, 0, i);
+        for (u32 peer = 0; peer < nranks; ++peer) sent += (prim.send_to >> peer & 1) * prim.bytes;
+      }
+      EXPECT(sent == (rank == 1 ? bytes : bytes / (nranks - 1) * (nranks - 2)), "rank ", rank,
+             " of ", nranks, " sends ", sent);
+    }
   }
 }
 

@@ -58,9 +58,15 @@ TEST(the_table_depends_on_fabric_ranks_and_size) {
   const Selection limited(Fabric::kLimited, 12, "");
   EXPECT(taken(host, broadcast(1000 * kMiB)) == "push");
   EXPECT(taken(pair, broadcast(1000 * kMiB)) == "push");
+  EXPECT(taken(eight, broadcast(1)) == "ll");
+  EXPECT(taken(eight, {Collective::kBroadcast, 1, 1, false, true}) == "push");
   EXPECT(taken(eight, broadcast(kMiB - 1)) == "push");
   EXPECT(taken(eight, broadcast(kMiB)) == "two_hop");
-  EXPECT(taken(bus, broadcast(1000)) == "push");
+  EXPECT(taken(bus, broadcast(1000)) == "ll");
+  EXPECT(taken(bus, {Collective::kReduceAdd, 1000, 2, true, true}) == "ll");
+  EXPECT(taken(pair, {Collective::kAllReduce, 32767, 2, true, true}) == "one_shot_ll");
+  EXPECT(taken(pair, {Collective::kAllReduce, 32768, 2, true, true}) == "two_shot");
+  EXPECT(taken(bus, broadcast(32768)) == "push");
   EXPECT(taken(bus, broadcast(8 * kMiB)) == "chain");
   EXPECT(taken(bus, broadcast(64 * kMiB)) == "copy_chain");
   EXPECT(taken(bus, {Collective::kBroadcast, 8 * kMiB, 1, false, true}) == "copy_chain");
@@ -79,6 +85,8 @@ TEST(overrides) {
   // Where it cannot do what is asked, the table decides.
   EXPECT(taken(selection, {Collective::kBroadcast, 4, 1, false, true}) == "push");
   EXPECT(taken(selection, {Collective::kBroadcast, 4, 1, true, false}) == "push");
+  const Selection small(Fabric::kHost, 4, "broadcast:ll");
+  EXPECT(taken(small, broadcast(65536)) == "ll" && taken(small, broadcast(65537)) == "push");
   // A name in the call counts more.
   EXPECT(selection.choose(broadcast(4), "two_hop").name == std::string_view("two_hop"));
   EXPECT(taken(Selection(Fabric::kHost, 4, "broadcast:auto"), broadcast(4)) == "push");

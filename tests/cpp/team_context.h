@@ -2,12 +2,14 @@
 #pragma once
 #include <array>
 #include <barrier>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <span>
 #include <thread>
 #include <vector>
 
-#include "device/flag_ordered.h"
+#include "device/flag_block.h"
 #include "device/host_flags.h"
 #include "device/loops.h"
 
@@ -91,6 +93,15 @@ class TeamContext : public HostFlags {
     delay();
     std::atomic_ref<u64>(*word).store(value, std::memory_order_relaxed);
   }
+  static constexpr u32 kLinesInFlight = 2;
+  Line relaxed_line(const Line* line) const {
+    delay();
+    return HostFlags::relaxed_line(line);
+  }
+  void store_line(Line* line, Line value) const {
+    delay();
+    HostFlags::store_line(line, value);
+  }
   void pause(u64, u64) const { sched_yield(); }
 
   template <class Destinations>
@@ -121,81 +132,124 @@ class TeamContext : public HostFlags {
 };
 static_assert(FlagOrderedContext<TeamContext>);
 
-// The connections between all pairs of ranks on all channels.
+// The connections between all pairs of ranks on all channels, of one protocol.
 class Wiring {
  public:
   Wiring(u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes, u64 first_step)
       : nranks_(nranks),
         nchannels_(nchannels),
-        lines_(nranks * nranks * nchannels * 4),
-        slots_(nranks * nranks * nchannels * slots * slot_bytes / sizeof(Pack)),
+        slots_(slots),
+        slot_bytes_(slot_bytes),
+        lines_(nranks * nranks * nchannels * 2),
+        memory_(nranks * nranks * nchannels * slots * slot_bytes / sizeof(Pack)),
         sends_(nranks * nranks * nchannels),
-        recvs_(sends_.size()) {
-    for (Line& line : lines_) line.word = first_step;
-    for (u32 from = 0; from < nranks; ++from) {
-      for (u32 to = 0; to < nranks; ++to) {
-        for (u32 channel = 0; channel < nchannels; ++channel) {
-          Line* line = &lines_[index(from, to, channel) * 4];
-          u8* slot =
-              reinterpret_cast<u8*>(slots_.data()) + index(from, to, channel) * slots * slot_bytes;
-          sends_[index(from, to, channel)] = {&line[0].word, &line[1].word, &line[2].word, slot};
-          recvs_[index(to, from, channel)] = {&line[3].word, &line[2].word, &line[1].word, slot};
+        recvs_(sends_.size()),
+        fan_outs_(nranks * nchannels * kMaxRanks) {
+    // No flag of LL that a test waits for.
+    std::memset(memory_.data(), 0xa5, memory_.size() * sizeof(Pack));
+    // Only a planted fault copies to where nothing was written down.
+    for (u64& address : fan_outs_) address = reinterpret_cast<u64>(memory_.data());
+    set_steps(first_step);
+  }
+
+  // As if every connection had carried that many slices.
+  void set_steps(u64 step) {
+    for (Counter& line : lines_) line.word = step;
+    for (u32 from = 0; from < nranks_; ++from) {
+      for (u32 to = 0; to < nranks_; ++to) {
+        for (u32 channel = 0; channel < nchannels_; ++channel) {
+          const u32 forth = index(from, to, channel), back = index(to, from, channel);
+          u64 *credits = &lines_[forth * 2].word, *tail = &lines_[forth * 2 + 1].word;
+          u8* slots = reinterpret_cast<u8*>(memory_.data()) + forth * slots_ * slot_bytes_;
+          sends_[forth] = {step, step, credits, tail, slots};
+          recvs_[back] = {step, step, tail, credits, slots};
         }
       }
     }
   }
-  const SendEnd* sends(u32 rank) const { return &sends_[index(rank, 0, 0)]; }
-  const RecvEnd* recvs(u32 rank) const { return &recvs_[index(rank, 0, 0)]; }
+
+  void attach(FlagArgs& args) {
+    args.shape.slots = slots_;
+    args.slot_bytes = slot_bytes_;
+    for (u32 rank = 0; rank < nranks_; ++rank) {
+      args.ranks[rank].sends = &sends_[index(rank, 0, 0)];
+      args.ranks[rank].recvs = &recvs_[index(rank, 0, 0)];
+      args.ranks[rank].fan_out = &fan_outs_[rank * nchannels_ * kMaxRanks];
+    }
+  }
 
  private:
-  struct alignas(128) Line {
+  struct alignas(128) Counter {
     u64 word;
   };
   u32 index(u32 rank, u32 peer, u32 channel) const {
     return (rank * nranks_ + peer) * nchannels_ + channel;
   }
 
-  u32 nranks_, nchannels_;
-  std::vector<Line> lines_;
-  std::vector<Pack> slots_;
+  u32 nranks_, nchannels_, slots_;
+  u64 slot_bytes_;
+  std::vector<Counter> lines_;
+  std::vector<Pack> memory_;
   std::vector<SendEnd> sends_;
   std::vector<RecvEnd> recvs_;
+  std::vector<u64> fan_outs_;
 };
+
+// The largest payload of an operation on a Team: what its LL buffers hold.
+constexpr u64 kTeamBytes = 6144;
 
 // A communicator of blocks: runs operations one after the other on one wiring.
 class Team {
  public:
   Team(u32 nranks, u32 nchannels, u32 slots, u64 slot_bytes, u32 nthreads, u64 first_step)
       : nthreads_(nthreads),
-        wiring_(nranks, nchannels, slots, slot_bytes, first_step),
+        simple_(nranks, nchannels, slots, slot_bytes, first_step),
+        ll_(nranks, nchannels, kLlBuffers,
+            ll_lines(part_range({0, kTeamBytes}, nchannels, 0).bytes) * kLlLineBytes, first_step),
         threads_(nranks * nchannels * nthreads) {
     args_.shape.nranks = nranks;
     args_.shape.nchannels = nchannels;
-    args_.shape.slots = slots;
-    args_.slot_bytes = slot_bytes;
     args_.timeout_ns = 60'000'000'000;
     args_.abort_word = &abort_word;
     args_.failure = &failure;
-    for (u32 rank = 0; rank < nranks; ++rank) {
-      args_.ranks[rank].sends = wiring_.sends(rank);
-      args_.ranks[rank].recvs = wiring_.recvs(rank);
-    }
+    simple_.attach(args_);
     for (u32 i = 0; i < nranks * nchannels; ++i)
       blocks_.push_back(std::make_unique<Block>(nthreads));
   }
 
+  // What all operations have in common, without shape.algorithm and what depends on it.
   FlagArgs& args() { return args_; }
+  // Arguments of an operation, with the connections of its protocol.
+  FlagArgs prepare(const FlagShape& shape) {
+    FlagArgs args = args_;
+    args.shape = shape;
+    (is_ll(shape.algorithm) ? ll_ : simple_).attach(args);
+    return args;
+  }
+  void set_steps(u64 step) {
+    simple_.set_steps(step);
+    ll_.set_steps(step);
+  }
 
-  // Runs the collective in args() on all ranks whose bit is set. True if no block left early.
-  template <class T, Fault F>
-  bool run(u32 ranks, u64 seed, bool jitter) {
+  // Runs the operations on all ranks whose bit is set. A block begins with the next operation when
+  // it has left the one before, whatever the others do. T is the element type of sums. True if no
+  // block left early; otherwise the team is of no more use.
+  template <class T, Fault F = Fault::kNone>
+  bool run(std::span<const FlagArgs> operations, u32 ranks, u64 seed, bool jitter) {
     std::atomic<bool> ok{true};
     threads_.run([&](u32 thread) {
-      const u32 block = thread / nthreads_, rank = block / args_.shape.nchannels;
+      const u32 nchannels = args_.shape.nchannels, index = thread / nthreads_;
+      const u32 rank = index / nchannels;
       if (!(ranks >> rank & 1)) return;
-      const TeamContext context(*blocks_[block], thread % nthreads_, nthreads_, seed + thread,
-                                jitter);
-      if (!run_flag_ordered<T, F>(context, args_, rank, block % args_.shape.nchannels)) ok = false;
+      Block& block = *blocks_[index];
+      const TeamContext context(block, thread % nthreads_, nthreads_, seed + thread, jitter);
+      for (const FlagArgs& args : operations) {
+        if (run_flag_block_of<T, F>(context, args, rank, index % nchannels)) continue;
+        ok = false;
+        // Threads leave together, unless a fault is planted: the others must not wait for this one.
+        block.barrier.arrive_and_drop();
+        return;
+      }
     });
     return ok;
   }
@@ -205,7 +259,7 @@ class Team {
 
  private:
   u32 nthreads_;
-  Wiring wiring_;
+  Wiring simple_, ll_;
   FlagArgs args_{};
   std::vector<std::unique_ptr<Block>> blocks_;
   Threads threads_;

@@ -5,8 +5,7 @@
 
 #include "backend/backend.h"
 #include "backend/host/host_context.h"
-#include "device/element_type.h"
-#include "device/flag_ordered.h"
+#include "device/flag_block.h"
 
 namespace pyparallel::testing {
 
@@ -118,13 +117,7 @@ class AbsentRankBackend : public WrappedBackend {
   };
 
   static void run_block(const FlagArgs& args, u32 rank, u32 channel) {
-    const host::HostContext context;
-    if (args.shape.algorithm == FlagAlgorithm::kChainBroadcast) {
-      run_flag_ordered<CopyOnly>(context, args, rank, channel);
-      return;
-    }
-    with_element_type(args.dtype,
-                      [&]<class T>() { run_flag_ordered<T>(context, args, rank, channel); });
+    run_flag_block(host::HostContext{}, args, rank, channel);
   }
 
   const u32 absent_;

@@ -12,8 +12,10 @@ namespace pyparallel {
 // Loading is lazy by default and may wait for running kernels, which would hang a group of spinning
 // kernels that is launched half; so every kernel is loaded on every device before the first group.
 void load_event_kernels();
-// Returns how many blocks of the largest flag-ordered kernel one multiprocessor holds.
+// Return how many blocks of the largest flag-ordered kernel (of the LL protocol) one multiprocessor
+// holds.
 u32 load_flag_kernels();
+u32 load_ll_kernels();
 
 // Runs tasks that do not depend on each other.
 void launch_tasks(std::span<const Task> tasks, cudaStream_t stream);
@@ -26,5 +28,6 @@ struct LocalRanks {
 
 // One cooperative launch: block b runs rank ranks[b / nchannels] on channel b % nchannels.
 void launch_flag_kernel(const FlagArgs& args, const LocalRanks& local, cudaStream_t stream);
+void launch_ll_kernel(const FlagArgs& args, const LocalRanks& local, cudaStream_t stream);
 
 }  // namespace pyparallel

@@ -1,8 +1,7 @@
 // The flag-ordered bodies, compiled for threads.
 #include "flag_blocks.h"
 
-#include "../../device/element_type.h"
-#include "../../device/flag_ordered.h"
+#include "../../device/flag_block.h"
 #include "block_threads.h"
 #include "host_context.h"
 
@@ -10,14 +9,7 @@ namespace pyparallel::host {
 namespace {
 
 void run_block(const FlagArgs& args, u32 block) {
-  const HostContext context;
-  const u32 rank = block / args.shape.nchannels, channel = block % args.shape.nchannels;
-  if (args.shape.algorithm == FlagAlgorithm::kChainBroadcast) {
-    run_flag_ordered<CopyOnly>(context, args, rank, channel);
-    return;
-  }
-  with_element_type(args.dtype,
-                    [&]<class T>() { run_flag_ordered<T>(context, args, rank, channel); });
+  run_flag_block(HostContext{}, args, block / args.shape.nchannels, block % args.shape.nchannels);
 }
 
 }  // namespace
