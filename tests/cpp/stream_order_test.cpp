@@ -148,7 +148,8 @@ TEST(groups_can_be_captured) {
     EXPECT(!order.capturing(callers.handles));
     callers.set_capturing(true);
     EXPECT(order.capturing(callers.handles));
-    for (int group = 0; group < 100; ++group) {  // more than may be outstanding
+    const int ngroups = devices.size() == 1 ? 70 : 3;  // also more than may be outstanding
+    for (int group = 0; group < ngroups; ++group) {
       Work before;
       const Work inputs = callers.launch(before);
       order.begin(callers.handles);
