@@ -68,6 +68,8 @@ def bench(options: Options, ranks: Ranks) -> list[Row]:
         for dtype in options.dtypes:
             for root in options.roots if operation.rooted else [0]:
                 for size in options.sizes:
+                    if size > operation.limit(algorithm):
+                        continue
                     shape = Shape(root, size // dtype.itemsize, dtype, options.unalign)
                     row = bench_case(options, ranks, operation, algorithm, shape, in_place=False)
                     rows.append(row)

@@ -64,6 +64,11 @@ class Operation:
     reduces: bool = False
     rooted: bool = True
 
+    def limit(self, algorithm: str) -> float:
+        """Returns the largest payload in bytes that an algorithm carries."""
+        _, limit = _C.algorithms().get(self.name, {}).get(algorithm, ("", None))
+        return float("inf") if limit is None else limit
+
 
 @functools.lru_cache(maxsize=1)
 def _base(count: int) -> Tensor:

@@ -156,14 +156,18 @@ py::object str_or_none(const std::string& text) {
   return text.empty() ? py::object(py::none()) : py::object(py::str(text));
 }
 
-// {"broadcast": {"push": "rank_order", ...}, ...}
+// {"broadcast": {"push": ("rank_order", None), ...}, ...}
 py::dict algorithms() {
   py::dict all;
   for (u32 c = 0; c < kCollectives; ++c) {
     const auto collective = static_cast<Collective>(c);
     py::dict names;
-    for (const Algorithm& algorithm : algorithms_of(collective))
-      names[algorithm.name] = rounding_name(algorithm.rounding);
+    for (const Algorithm& algorithm : algorithms_of(collective)) {
+      const py::object limit = algorithm.max_bytes == ~u64{0}
+                                   ? py::object(py::none())
+                                   : py::object(py::int_(algorithm.max_bytes));
+      names[algorithm.name] = py::make_tuple(rounding_name(algorithm.rounding), limit);
+    }
     all[collective_name(collective)] = names;
   }
   return all;

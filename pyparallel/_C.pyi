@@ -14,10 +14,11 @@ def build_info() -> dict[str, object]:
     built_with_nvcc.
     """
 
-def algorithms() -> dict[str, dict[str, str]]:
-    """The algorithms of broadcast, reduce_add and all_reduce, and which sums keep the rank order.
+def algorithms() -> dict[str, dict[str, tuple[str, int | None]]]:
+    """The algorithms of broadcast, reduce_add and all_reduce by name.
 
-    "rank_order": all; "wide_rank_order": not those of 16-bit types; "other": none.
+    Of each: which sums keep the rank order ("rank_order": all; "wide_rank_order": not those of
+    16-bit types; "other": none), and the largest payload in bytes (None: any).
     """
 
 def cuda_device_count() -> int:

@@ -21,8 +21,15 @@ ALGORITHMS = _C.algorithms()
 SUMS = [
     (collective, name, rounding)
     for collective in ("reduce_add", "all_reduce")
-    for name, rounding in ALGORITHMS[collective].items()
+    for name, (rounding, _) in ALGORITHMS[collective].items()
 ]
+
+
+def _carries(collective, algorithm, nbytes):
+    limit = ALGORITHMS[collective].get(algorithm, ("", None))[1]
+    return limit is None or nbytes <= limit
+
+
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16]
 # Whole numbers below 100: their sums of 5 are exact in any order and in every dtype but bfloat16.
 SMALL = 25
@@ -63,6 +70,10 @@ def _sum(comm, collective, inputs, root, algorithm):
 @pytest.mark.parametrize("count", [0, 1, 17, 1001, 300_001])
 def test_broadcast(comm, devices, ranks, root, put, poison, algorithm, count):
     values = torch.arange(count, dtype=torch.int32) * 7919
+    if ranks > 1 and not _carries("broadcast", algorithm, values.nbytes):
+        with pytest.raises(ValueError, match=f"broadcast: {algorithm} carries at most"):
+            comm.broadcast([put(values, devices[root])], root, algorithm)
+        return
     rows = comm.broadcast([put(values, devices[root])], root, algorithm)
     assert len(rows) == ranks
     for row in rows:
@@ -87,6 +98,10 @@ def test_bits_of_sums(
 ):
     values, inputs = _inputs(ranks, devices, dtype, put, (count,))
     narrow = dtype.itemsize == 2
+    if not _carries(collective, algorithm, count * dtype.itemsize):
+        with pytest.raises(ValueError, match=f"{collective}: {algorithm} carries at most"):
+            _sum(comm, collective, inputs, root, algorithm)
+        return
     results = [r.cpu() for r in _sum(comm, collective, inputs, root, algorithm)]
     if rounding == "rank_order" or (rounding == "wide_rank_order" and not narrow):
         expected = _rank_order(values)
