@@ -83,9 +83,9 @@ def find_nvcc() -> str | None:
     return os.environ.get("CUDACXX") or shutil.which("nvcc")
 
 
-def compile_kernels(source: Path, include: Path, cubin: Path) -> Path:
-    """Compiles a file for sm_90 with the flags of the build."""
-    command = [find_nvcc(), "-std=c++20", "-fmad=false", "-arch=sm_90", "-cubin"]
+def compile_kernels(source: Path, include: Path, cubin: Path, architecture: str) -> Path:
+    """Compiles a file for an architecture (``sm_90``) with the flags of the build."""
+    command = [find_nvcc(), "-std=c++20", "-fmad=false", f"-arch={architecture}", "-cubin"]
     subprocess.run([*command, f"-I{include}", "-o", cubin, source], check=True, timeout=240)
     return cubin
 

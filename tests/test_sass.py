@@ -17,6 +17,7 @@ from pyparallel import _C
 SOURCES = Path(__file__).parent.parent / "csrc"
 CUDA = SOURCES / "backend/cuda"
 TYPES = ["Half", "BFloat16", "f", "d", "i", "l"]
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 
 pytestmark = [
     pytest.mark.skipif(
@@ -30,25 +31,25 @@ needs_nvcc = pytest.mark.skipif(sass.find_nvcc() is None, reason="nvcc was not f
 def kernel_name(mangled):
     """``sum_kernel float`` and the like; i, l, f, d are the mangled int, long, float and double."""
     kernel, own_type, plain_type = re.search(
-        r"((?:copy|sum|flag)_kernel)(?!s)(?:I(?:N\w*?\d(Half|BFloat16|CopyOnly)|([ilfd]))E)?",
+        r"((?:copy|sum|flag|ll)_kernel)(?!s)(?:I(?:N\w*?\d(Half|BFloat16|CopyOnly)|([ilfd]))E)?",
         mangled,
     ).groups()
     return f"{kernel} {own_type or plain_type or ''}".strip()
 
 
-def kernels_of(source, sources, folder):
-    cubin = sass.compile_kernels(source, sources, folder / f"{source.name}.cubin")
+def kernels_of(source, sources, folder, architecture):
+    cubin = sass.compile_kernels(source, sources, folder / f"{source.name}.cubin", architecture)
     return {kernel_name(function.name): function for function in sass.disassemble(cubin)}
 
 
-@pytest.fixture(scope="module")
-def event_kernels(tmp_path_factory):
-    return kernels_of(CUDA / "event_kernels.cu", SOURCES, tmp_path_factory.mktemp("event"))
-
-
-@pytest.fixture(scope="module")
-def flag_kernels(tmp_path_factory):
-    return kernels_of(CUDA / "flag_kernels.cu", SOURCES, tmp_path_factory.mktemp("flag"))
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def kernels(request, tmp_path_factory):
+    """All kernels by name, for one architecture after the other."""
+    folder = tmp_path_factory.mktemp(request.param)
+    found = {}
+    for name in ("event", "flag", "ll"):
+        found |= kernels_of(CUDA / f"{name}_kernels.cu", SOURCES, folder, request.param)
+    return found
 
 
 # ---- What every kernel must hold -----------------------------------------------------------------
@@ -62,12 +63,17 @@ def memory_faults(kernel):
 
 
 def order_faults(kernel):
-    """What is wrong with the flags of a flag-ordered kernel."""
+    """What is wrong with the flags of a flag-ordered kernel.
+
+    Kernels of the LL protocol post and poll credits alone; their data are lines with flags inside.
+    """
     faults = []
+    is_ll = kernel_name(kernel.name).startswith("ll_kernel")
+    flags = 1 if is_ll else 2
     posts = [k for k, i in enumerate(kernel.code) if i.name == "STG.E.64.STRONG.SYS"]
     claims = kernel.count(r"ATOMG\..*CAS.*SYS")
-    if len(posts) != 2:
-        faults.append(f"{len(posts)} posts instead of 2: data and credit")
+    if len(posts) != flags:
+        faults.append(f"{len(posts)} posts instead of {flags}")
     for post in posts:
         if not any(i.name == "MEMBAR.ALL.SYS" for i in kernel.code[post - 4 : post]):
             faults.append("a post without its barrier of memory")
@@ -77,9 +83,15 @@ def order_faults(kernel):
     if kernel.count(r"MEMBAR\.SC"):
         faults.append("a sequentially consistent fence")
     polls = [loop for loop in kernel.innermost_loops() if loop.count(r"LDG\.E\.64\.STRONG\.SYS")]
-    if len(polls) != 2:
-        faults.append(f"{len(polls)} poll loops instead of 2: data and credit")
-    if any(loop.count("CCTL|MEMBAR") for loop in polls):
+    if len(polls) != flags:
+        faults.append(f"{len(polls)} poll loops instead of {flags}")
+    lines = [loop for loop in kernel.innermost_loops() if loop.count(r"LDG\.E\.128\.STRONG\.SYS")]
+    # The first term of a sum and the others. Four lines are polled at the same time.
+    if [loop.count(r"LDG\.E\.128\.STRONG\.SYS") for loop in lines] != [4, 4] * is_ll:
+        faults.append("lines that are not polled four at a time")
+    if kernel.count(r"STG\.E\.128\.STRONG\.SYS") != 4 * is_ll:
+        faults.append("lines that are not stored whole")
+    if any(loop.count("CCTL|MEMBAR") for loop in polls + lines):
         faults.append("a poll that empties the L1 cache")
     if kernel.count(r"CCTL\.IVALL$") != len(polls):
         faults.append("waits without an acquire")
@@ -87,17 +99,17 @@ def order_faults(kernel):
 
 
 @needs_nvcc
-def test_kernels_access_global_memory_only(event_kernels, flag_kernels) -> None:
-    assert set(event_kernels) == {"copy_kernel", *(f"sum_kernel {t}" for t in TYPES)}
-    assert set(flag_kernels) == {f"flag_kernel {t}" for t in ["CopyOnly", *TYPES]}
-    kernels = event_kernels | flag_kernels
+def test_kernels_access_global_memory_only(kernels) -> None:
+    names = {f"{kind}_kernel {t}" for kind in ("sum", "flag", "ll") for t in TYPES}
+    assert set(kernels) == {"copy_kernel", "flag_kernel CopyOnly", *names}
     faults = {name: memory_faults(kernel) for name, kernel in kernels.items()}
     assert {name: found for name, found in faults.items() if found} == {}
 
 
 @needs_nvcc
-def test_flags_are_released_and_acquired(flag_kernels) -> None:
-    faults = {name: order_faults(kernel) for name, kernel in flag_kernels.items()}
+def test_flags_are_released_and_acquired(kernels) -> None:
+    ordered = {name: kernel for name, kernel in kernels.items() if name.startswith(("flag", "ll"))}
+    faults = {name: order_faults(kernel) for name, kernel in ordered.items()}
     assert {name: found for name, found in faults.items() if found} == {}
 
 
@@ -106,9 +118,13 @@ def test_flags_are_released_and_acquired(flag_kernels) -> None:
 PROBE = """
 #include "device/flag_ordered.h"
 #include "device/gpu_context.h"
+#include "device/ll.h"
 using namespace pyparallel;
 __global__ void __launch_bounds__(512, 1) flag_kernel(const __grid_constant__ FlagArgs args) {
   run_flag_ordered<CopyOnly>(GpuContext{}, args, blockIdx.x, 0);
+}
+__global__ void __launch_bounds__(512, 1) ll_kernel(const __grid_constant__ FlagArgs args) {
+  run_ll<float>(GpuContext{}, args, blockIdx.x, 0);
 }
 """
 
@@ -123,7 +139,6 @@ __global__ void __launch_bounds__(512, 1) flag_kernel(const __grid_constant__ Fl
             "st.relaxed.sys.global.u64",
             [
                 "a post without its barrier of memory",
-                "a post without its barrier of memory",
                 "barriers of memory that belong to no release",
             ],
         ),
@@ -133,6 +148,12 @@ __global__ void __launch_bounds__(512, 1) flag_kernel(const __grid_constant__ Fl
             "ld.acquire.sys.global.u64",
             ["a poll that empties the L1 cache"],
         ),
+        (
+            "ld.relaxed.sys.global.v2.u64",
+            "ld.global.v2.u64",
+            ["lines that are not polled four at a time"],
+        ),
+        ("st.relaxed.sys.global.v2.u64", "st.global.v2.u64", ["lines that are not stored whole"]),
         ("__builtin_assume(__isGlobal(to));", "", ["generic store"]),
         ("__builtin_assume(__isGlobal(from));", "", ["generic load"]),
     ],
@@ -145,8 +166,9 @@ def test_planted_faults_are_found(tmp_path, correct, planted, faults) -> None:
     context.write_text(text.replace(correct, planted) if correct else text)
     probe = tmp_path / "probe.cu"
     probe.write_text(PROBE)
-    kernel = kernels_of(probe, tmp_path / "csrc", tmp_path)["flag_kernel"]
-    found = order_faults(kernel) + sorted(set(memory_faults(kernel)))
+    kernels = kernels_of(probe, tmp_path / "csrc", tmp_path, "sm_90")
+    assert set(kernels) == {"flag_kernel", "ll_kernel"}
+    found = [f for kernel in kernels.values() for f in order_faults(kernel) + memory_faults(kernel)]
     assert set(faults) <= set(found) if faults else found == []
 
 
@@ -163,30 +185,39 @@ def pack_loops(loops):
 
 
 @needs_nvcc
-def test_copies_have_eight_packs_in_flight(event_kernels, flag_kernels) -> None:
+def test_copies_have_eight_packs_in_flight(kernels) -> None:
     # One destination and two: at the end of a chain, and in its middle.
-    assert {(8, 8), (8, 16)} <= pack_loops(flag_kernels["flag_kernel CopyOnly"].innermost_loops())
+    flag_kernel = kernels["flag_kernel CopyOnly"]
+    assert {(8, 8), (8, 16)} <= pack_loops(flag_kernel.innermost_loops())
+    # Any number of them: the loop over destinations stores eight packs for each address it loads.
+    fan_outs = [
+        (loop.count(r"STG\.E\.128$"), loop.count(r"LDG\.E\.64$"))
+        for loop in flag_kernel.innermost_loops()
+        if loop.count("LDG|STG") == loop.count(r"STG\.E\.128$|LDG\.E\.64$")
+    ]
+    assert any(stores >= 8 and stores == 8 * addresses for stores, addresses in fan_outs)
     # The loop around the (unrolled) loop over destinations.
-    loops = pack_loops(event_kernels["copy_kernel"].loops())
+    loops = pack_loops(kernels["copy_kernel"].loops())
     assert any(loads == 8 and stores >= 8 and stores % 8 == 0 for loads, stores in loops)
 
 
 @needs_nvcc
 @pytest.mark.parametrize("element", TYPES)
-def test_sums_have_packs_in_flight(event_kernels, flag_kernels, element) -> None:
+def test_sums_have_packs_in_flight(kernels, element) -> None:
     # Two sources, one destination and two.
-    loops = pack_loops(flag_kernels[f"flag_kernel {element}"].innermost_loops())
+    loops = pack_loops(kernels[f"flag_kernel {element}"].innermost_loops())
     assert {(8, 4), (8, 8)} <= loops
     # The loop over sources loads four packs of each.
-    loops = pack_loops(event_kernels[f"sum_kernel {element}"].innermost_loops())
+    loops = pack_loops(kernels[f"sum_kernel {element}"].innermost_loops())
     assert any(loads >= 4 and loads % 4 == 0 and stores == 0 for loads, stores in loops)
 
 
 @needs_nvcc
 @pytest.mark.parametrize("element", TYPES)
-def test_sums_only_add(event_kernels, flag_kernels, element) -> None:
+def test_sums_only_add(kernels, element) -> None:
     add = {"d": "DADD", "i": "IADD3|IMAD", "l": "IADD3|IMAD"}.get(element, "FADD")
-    for kernel in (event_kernels[f"sum_kernel {element}"], flag_kernels[f"flag_kernel {element}"]):
+    for kind in ("sum", "flag", "ll"):
+        kernel = kernels[f"{kind}_kernel {element}"]
         assert kernel.count(add) > 0
         # A fused multiply-add rounds once where the host rounds twice; a flush loses subnormals.
         assert kernel.count(r"FFMA|DFMA|FADD.*\.FTZ") == 0
