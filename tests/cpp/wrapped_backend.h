@@ -12,7 +12,8 @@ namespace pyparallel::testing {
 // Passes everything on.
 class WrappedBackend : public Backend {
  public:
-  explicit WrappedBackend(u32 nranks) : host_(make_host_backend(nranks)) {}
+  explicit WrappedBackend(u32 nranks) : WrappedBackend(make_host_backend(nranks)) {}
+  explicit WrappedBackend(std::unique_ptr<Backend> host) : host_(std::move(host)) {}
   const char* name() const override { return host_->name(); }
   bool direct() const override { return host_->direct(); }
   u32 max_channels() const override { return host_->max_channels(); }
