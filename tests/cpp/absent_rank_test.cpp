@@ -45,17 +45,22 @@ class SilentRankBackend : public WrappedBackend {
 
   void launch_flagged(const FlagArgs& args) override {
     if (!std::exchange(is_next, false)) return WrappedBackend::launch_flagged(args);
-    const u64 ends = u64{args.shape.nranks} * args.shape.nchannels;
+    const u32 nchannels = args.shape.nchannels, ends = args.shape.nranks * nchannels;
     const u64 tables = round_up(ends * (sizeof(SendEnd) + sizeof(RecvEnd)), kUnit);
-    memory_ = static_cast<u8*>(
-        allocate(rank, tables + 2 * kUnit + args.shape.slots * args.slot_bytes, 0));
+    const u64 slot_bytes = args.shape.slots * args.slot_bytes;
+    memory_ = static_cast<u8*>(allocate(rank, tables + 2 * kUnit + 2 * nchannels * slot_bytes, 0));
     auto* answers = reinterpret_cast<u64*>(memory_ + tables);
     auto* nowhere = reinterpret_cast<u64*>(memory_ + tables + kUnit);
-    u8* slots = memory_ + tables + 2 * kUnit;
     const u64 answered = u64{1} << 40;
     write(rank, answers, &answered, sizeof(answered));
-    const std::vector<SendEnd> sends(ends, {0, 0, answers, nowhere, slots});
-    const std::vector<RecvEnd> recvs(ends, {0, 0, answers, nowhere, slots});
+    std::vector<SendEnd> sends;
+    std::vector<RecvEnd> recvs;
+    for (u32 i = 0; i < ends; ++i) {
+      // Blocks of different channels run at the same time.
+      u8* slots = memory_ + tables + 2 * kUnit + 2 * (i % nchannels) * slot_bytes;
+      sends.push_back({0, 0, answers, nowhere, slots});
+      recvs.push_back({0, 0, answers, nowhere, slots + slot_bytes});
+    }
     FlagArgs without = args;
     without.ranks[rank].sends = reinterpret_cast<SendEnd*>(memory_);
     without.ranks[rank].recvs = reinterpret_cast<RecvEnd*>(memory_ + ends * sizeof(SendEnd));
