@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.devices import Device
+from pyparallel.written import check_autograd, check_separate
 
 
 def check_rank(operation: str, rank: int, nranks: int) -> None:
@@ -117,11 +118,12 @@ def check_chunks(outputs: Sequence[Tensor], source: Tensor, dim: int) -> int:
 def check_outputs(
     operation: str, outputs: Sequence[Tensor], devices: Sequence[Device], dtype: torch.dtype
 ) -> None:
-    """Raises unless there is a contiguous tensor of ``dtype`` for each rank, on its device."""
+    """Raises unless each rank has a contiguous tensor of ``dtype`` of its own on its device."""
     check_count(operation, "output tensors", len(outputs), len(devices))
     for rank, (output, device) in enumerate(zip(outputs, devices, strict=True)):
         check_tensor(operation, output, rank, device)
         check_output(operation, output, rank, dtype)
+    check_separate(operation, outputs)
 
 
 def check_same_size(outputs: Sequence[Tensor], source: Tensor) -> None:
@@ -136,7 +138,10 @@ def check_same_size(outputs: Sequence[Tensor], source: Tensor) -> None:
 
 
 def check_output(operation: str, output: Tensor, index: int, dtype: torch.dtype) -> None:
-    """Raises ValueError unless an output can be written as a plain block of ``dtype``."""
+    """Raises ValueError unless an output can be written as a plain block of ``dtype``.
+
+    RuntimeError where autograd forbids it, see ``check_autograd``.
+    """
     if output.dtype != dtype:
         raise ValueError(
             f"{operation}: output tensor at index {index} has dtype {output.dtype}, but the source "
@@ -153,6 +158,7 @@ def check_output(operation: str, output: Tensor, index: int, dtype: torch.dtype)
         raise ValueError(
             f"{operation}: output tensor at index {index} is a lazy conjugate or negation"
         )
+    check_autograd(operation, output, index)
 
 
 def wrap_dim(dim: int, dims: int) -> int:

@@ -7,6 +7,10 @@ On GPUs the calls are queued: they start after the current stream of every devic
 these streams do next comes after them. Nothing is recorded for autograd; use
 ``pyparallel.DataParallel`` for that. Arguments are checked before anything starts. Results on ranks
 other than the source's are new memory.
+
+Writing to ``out`` is an in-place operation to autograd: backward notices it, and an output that
+requires a gradient is refused (RuntimeError) while gradients are on. Outputs share memory neither
+with each other nor with an input (RuntimeError), except where said.
 """
 
 import warnings
@@ -48,7 +52,8 @@ def broadcast(
         tensor: Any shape and dtype, on the CPU or a GPU. With virtual devices it belongs to the
             first of them.
         devices: The devices that get a copy. Exactly one of ``devices`` and ``out`` must be given.
-        out: Contiguous tensors of the same shape and dtype to copy to.
+        out: Contiguous tensors of the same shape and dtype to copy to. The one on the tensor's own
+            device may be the tensor.
 
     Returns:
         One tensor a device. The one on the tensor's own device is ``tensor`` itself. With ``out``,
@@ -193,7 +198,8 @@ def all_reduce(
 
     Args:
         tensors: One tensor a device, of one shape and dtype.
-        out: One contiguous tensor a device to write to; may be ``tensors``. Default: new tensors.
+        out: One contiguous tensor a device to write to; each may be the device's own input.
+            Default: new tensors.
 
     Returns:
         One sum a device, all with the same bits. With ``out``, those objects.
@@ -237,7 +243,7 @@ def scatter(
         streams: The stream of each device on which its chunk arrives, instead of the current one.
             None in it keeps the current one. Whoever passes streams orders later use of the chunks.
         out: Contiguous tensors to copy the chunks to; their sizes along ``dim`` are the chunk
-            sizes.
+            sizes. The one on the tensor's own device may be its chunk of the tensor.
 
     Returns:
         One chunk a device, channels_last if the tensor is. The chunk on the tensor's own device is

@@ -43,6 +43,7 @@ from pyparallel.layout import (
 from pyparallel.reduction import add_with_torch, core_count, core_dtype
 from pyparallel.rows import gather_on_host, gather_rows, scatter_rows
 from pyparallel.streams import current_streams
+from pyparallel.written import check_overlap, mark_written
 
 # Their bytes are not their values; torch copies them.
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -129,11 +130,13 @@ class Communicator:
         check_tensor("broadcast", tensor, root, self.devices[root])
         check_outputs("broadcast", out, self.devices, tensor.dtype)
         check_same_size(out, tensor)
+        check_overlap("broadcast", [tensor], out, {root: (0, tensor)})
         source = with_strides(tensor, contiguous_strides(tensor.size()))
         flats = [output.data_ptr() for output in out]
         broadcast_flat(core, self.devices, [source], FlatLayout([source]), flats, root, "auto")
         with torch.no_grad():
-            out[root].copy_(tensor)
+            out[root].copy_(source)
+        mark_written(out)
 
     def reduce_add(
         self, inputs: Sequence[Sequence[Tensor | None]], root: int = 0, algorithm: str = "auto"
@@ -204,6 +207,7 @@ class Communicator:
         if out is not None:
             check_outputs("all_reduce", out, self.devices, first.dtype)
             check_same_size(out, first)
+            check_overlap("all_reduce", tensors, out, dict(enumerate(enumerate(tensors))))
         name = core_dtype(first.dtype)
         if name is None or any(t.layout is not torch.strided for t in tensors):
             total = add_with_torch(tensors, self.devices[0].torch_device)
@@ -227,6 +231,8 @@ class Communicator:
                 current_streams(self.devices),
                 algorithm,
             )
+        if out is not None:
+            mark_written(out)
         return results
 
     def scatter(
@@ -282,11 +288,14 @@ class Communicator:
         check_tensor("scatter", tensor, root, self.devices[root])
         dim = check_chunks(out, tensor, dim)
         check_outputs("scatter", out, self.devices, tensor.dtype)
+        start = sum(output.size(dim) for output in out[:root])
+        own = tensor.detach().narrow(dim, start, out[root].size(dim))
+        check_overlap("scatter", [tensor], out, {root: (0, own)})
         source = with_strides(tensor, contiguous_strides(tensor.size()))
         scatter_rows(core, self.devices, source, range(tensor.dim()), out, dim, root)
         with torch.no_grad():
-            start = sum(output.size(dim) for output in out[:root])
-            out[root].copy_(tensor.narrow(dim, start, out[root].size(dim)))
+            out[root].copy_(source.narrow(dim, start, out[root].size(dim)))
+        mark_written(out)
 
     def gather(self, tensors: Sequence[Tensor], dim: int = 0, root: int | None = 0) -> Tensor:
         """Joins one tensor of each rank along ``dim`` on the root.
@@ -328,10 +337,12 @@ class Communicator:
                 f"Expected out tensor to have shape {size}, but got {list(out.size())}"
             )
         check_output("gather", out, 0, tensors[0].dtype)
+        check_overlap("gather", tensors, [out], {})
         if on_host:
             gather_on_host(tensors, out, dim)
         else:
             gather_rows(core, self.devices, tensors, out, range(out.dim()), dim, root)
+        mark_written([out])
 
     def _check_gather(
         self, tensors: Sequence[Tensor], dim: int, root: int | None

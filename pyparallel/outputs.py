@@ -25,7 +25,8 @@ def broadcast_out(source: Tensor, arrays: Sequence[Any]) -> tuple[Any, ...]:
             source = outputs[0].copy_(source, non_blocking=True)
     ranks, root, added = with_source(source, ranks)
     if added:
-        source = source.contiguous()
+        # With a version counter of its own, since the source's rank counts as written.
+        source = source.data.contiguous()
         outputs = [source, *outputs]
     get_communicator(ranks).broadcast_into(source, outputs, root)
     return published(arrays, outputs[1:] if added else outputs)
@@ -52,7 +53,7 @@ def scatter_out(
             return published(arrays, outputs)
         ranks, root, added = with_source(source, ranks)
         if added:
-            outputs = [source.detach().narrow(dim, 0, 0).contiguous(), *outputs]
+            outputs = [source.data.narrow(dim, 0, 0).contiguous(), *outputs]
         get_communicator(ranks).scatter_into(source, outputs, dim, root)
     return published(arrays, outputs[added:])
 
