@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.devices import Device
+from pyparallel.forward_ad import refuse_tangents
 from pyparallel.written import check_autograd, check_separate
 
 
@@ -22,7 +23,13 @@ def check_count(operation: str, what: str, count: int, nranks: int) -> None:
 
 
 def check_tensor(operation: str, tensor: Tensor, rank: int, device: Device) -> None:
-    """Raises TypeError for what is no tensor, ValueError for one on a wrong device."""
+    """Raises unless a rank's tensor is one, is on its device, and can be moved.
+
+    Raises:
+        TypeError: No tensor.
+        ValueError: A tensor on a wrong device.
+        NotImplementedError: A tensor with a tangent of forward-mode AD.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: rank {rank} has a {type(tensor).__name__}, not a tensor")
     if tensor.device != device.torch_device:
@@ -30,6 +37,7 @@ def check_tensor(operation: str, tensor: Tensor, rank: int, device: Device) -> N
             f"{operation}: expected a tensor of rank {rank} on {device}, but got one on "
             f"{tensor.device}"
         )
+    refuse_tangents(operation, (tensor,))
 
 
 def check_terms(

@@ -5,7 +5,8 @@ rank i. NumPy and CuPy arrays are taken too, and results are of the kind of the 
 
 On GPUs the calls are queued: they start after the current stream of every device involved, and what
 these streams do next comes after them. Nothing is recorded for autograd; use
-``pyparallel.DataParallel`` for that. Arguments are checked before anything starts. Results on ranks
+``pyparallel.DataParallel`` for that; tensors with a tangent of forward-mode AD are refused
+(NotImplementedError). Arguments are checked before anything starts. Results on ranks
 other than the source's are new memory.
 
 Writing to ``out`` is an in-place operation to autograd: backward notices it, and an output that
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from pyparallel.communicator import get_communicator
 from pyparallel.devices import DeviceLike, resolve_devices
+from pyparallel.forward_ad import refuse_tangents
 from pyparallel.interop import publish_output, published, to_kind_of, to_output, to_tensor
 from pyparallel.outputs import broadcast_out, scatter_out
 from pyparallel.placement import devices_of, gather_ranks, on_streams, reduce_ranks, with_source
@@ -70,6 +72,7 @@ def broadcast(
             f"devices={devices} and out={out}"
         )
     source = to_tensor(tensor)
+    refuse_tangents("broadcast", (source,))
     if devices is None:
         return broadcast_out(source, list(out or ()))
     ranks = resolve_devices(devices, need_index=True)
@@ -254,6 +257,8 @@ def scatter(
         ValueError: No such device; an output of another dtype or not contiguous.
         IndexError: ``dim`` is out of range.
     """
+    source = to_tensor(tensor)
+    refuse_tangents("scatter", (source,))
     if out is not None:
         for name, value in (("devices", devices), ("chunk_sizes", chunk_sizes)):
             if value is not None:
@@ -261,14 +266,14 @@ def scatter(
                     f"'{name}' must not be specified when 'out' is specified, but got "
                     f"{name}={value}"
                 )
-        return scatter_out(to_tensor(tensor), list(out), dim, streams)
+        return scatter_out(source, list(out), dim, streams)
     if devices is None:
         raise RuntimeError("Exactly one of 'devices' and 'out' must be specified, but got neither")
     ranks = resolve_devices(devices, need_index=True)
     if not ranks:
         raise RuntimeError("Expected at least one device to scatter to")
     # Detached, because a view of a leaf counts as requiring gradients even where none are recorded.
-    source = to_tensor(tensor).detach()
+    source = source.detach()
     if chunk_sizes is None:
         sizes = [chunk.size(dim) for chunk in source.chunk(len(ranks), dim)]
     else:

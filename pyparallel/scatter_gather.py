@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pyparallel import functions
 from pyparallel.communicator import get_communicator
 from pyparallel.devices import Device
+from pyparallel.forward_ad import refuse_tangents
 
 
 def scatter_kwargs(
@@ -41,6 +42,7 @@ def scatter_kwargs(
         ValueError: Tensors would be split into different numbers of chunks.
         IndexError: A tensor lacks dimension ``dim``.
         TypeError: A sparse or nested tensor or a PackedSequence.
+        NotImplementedError: A tensor with a tangent of forward-mode AD.
     """
     if not inputs and not kwargs:
         return (), ()
@@ -75,6 +77,7 @@ def gather(
         TypeError: Ranks returned different kinds of things.
         ValueError: Dicts or sequences of different length.
         KeyError: Dicts with different keys.
+        NotImplementedError: A tensor with a tangent of forward-mode AD.
     """
     first = outputs[0]
     kind = _kind(first)
@@ -138,6 +141,7 @@ def _tensors(obj: Any) -> Iterator[Tensor]:
                 f"scatter: a tensor of layout {obj.layout} and shape {list(obj.shape)} "
                 "cannot be split"
             )
+        refuse_tangents("scatter", (obj,))
         yield obj
     else:
         for entry in _entries(obj) or ():
@@ -211,6 +215,7 @@ def _copies(tensor: Tensor, devices: Sequence[Device]) -> Sequence[Tensor]:
 def _join_tensors(
     tensors: Sequence[Tensor], devices: Sequence[Device], target: Device | None, dim: int
 ) -> Tensor:
+    refuse_tangents("gather", tensors)
     if all(tensor.dim() == 0 for tensor in tensors):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will "
