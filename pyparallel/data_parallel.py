@@ -11,7 +11,14 @@ from torch import nn
 from torch.nn.parallel.data_parallel import _check_balance
 
 from pyparallel import env
-from pyparallel.devices import Device, DeviceLike, resolve_devices
+from pyparallel.devices import (
+    Device,
+    DeviceLike,
+    check_exists,
+    device_list,
+    parse_device,
+    resolve_devices,
+)
 from pyparallel.parallel_apply import parallel_apply
 from pyparallel.replicate import check_not_modified, replicate
 from pyparallel.scatter_gather import gather, scatter_kwargs
@@ -69,8 +76,10 @@ class DataParallel(nn.DataParallel[T]):
         dim: As given.
 
     Raises:
-        ValueError: A device that does not exist, or GPUs mixed with virtual devices.
-        RuntimeError: From forward: a parameter or buffer is not on ``device_ids[0]``.
+        ValueError: A device that does not exist, GPUs mixed with virtual devices, or more than 16
+            devices.
+        RuntimeError: A negative index. From forward: a parameter or buffer is not on
+            ``device_ids[0]``.
 
     Subclasses may override ``replicate``, ``scatter``, ``parallel_apply`` and ``gather``, as in
     torch.
@@ -113,6 +122,8 @@ class DataParallel(nn.DataParallel[T]):
             self.output_device = self.device_ids[0]
             if output_device is not None:
                 target = self._target(output_device)
+                if target is not None:
+                    _check_output_device(target, devices)
                 on_host = -1 if output_device == -1 else torch.device("cpu")
                 self.output_device = on_host if target is None else target.index
 
@@ -201,11 +212,17 @@ def _present_devices(device_ids: Iterable[DeviceLike] | None) -> list[Device]:
     """The devices, or none where GPUs are named on a machine without any."""
     if device_ids is None:
         return resolve_devices(None)
-    named = list(device_ids)
+    named = device_list(device_ids)
     no_devices = not torch.cuda.is_available() and env.virtual_device_count() is None
-    if no_devices and all(_is_number(d) or torch.device(str(d)).type == "cuda" for d in named):
+    if no_devices and all(parse_device(d, "cuda")[0] == "cuda" for d in named):
         return []
     return resolve_devices(named)
+
+
+def _check_output_device(target: Device, devices: Sequence[Device]) -> None:
+    resolve_devices([devices[0], target])  # refuses a GPU among virtual devices
+    count = max(device.index + 1 for device in devices)
+    check_exists(target, max(count, env.virtual_device_count() or 0))
 
 
 def _is_number(device: object) -> bool:

@@ -7,6 +7,7 @@ position in a list.
 
 import functools
 import operator
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,10 @@ from typing import Literal
 import torch
 
 from pyparallel import env
+
+# torch.device keeps an index in eight bits: there "cpu:128" is -128, and "cpu:256" is 0.
+_MAX_INDEX = 127
+_NAME = re.compile(r"(cpu|cuda):(\d+)")
 
 _CURRENT_GPU = frozenset(("cuda", torch.device("cuda")))
 
@@ -51,10 +56,11 @@ def virtual_devices(n: int) -> list[str]:
     A virtual device is a rank on the CPU with its own copies of everything, as a GPU would have.
 
     Raises:
-        ValueError: ``n`` is negative.
+        ValueError: ``n`` is negative or more than 16, the largest number of ranks.
     """
     if n < 0:
         raise ValueError(f"virtual_devices expects a number of devices, but got {n}")
+    check_rank_count(n)
     return [f"cpu:{i}" for i in range(n)]
 
 
@@ -72,15 +78,19 @@ def resolve_devices(
         need_index: Refuse "cuda" without an index, as ``torch.cuda.comm`` does.
 
     Raises:
-        ValueError: A device that does not exist or is of another type, or GPUs mixed with virtual
-            devices.
+        ValueError: A device that does not exist or is of another type, GPUs mixed with virtual
+            devices, or more than 16 devices.
         RuntimeError: A negative index, or a string that is no device.
+        TypeError: One device instead of a list.
     """
     virtual = env.virtual_device_count()
     if device_ids is None:
         kind: Literal["cpu", "cuda"] = "cuda" if virtual is None else "cpu"
-        return [Device(kind, i) for i in range(virtual or torch.cuda.device_count())]
-    named = tuple(device_ids)
+        count = virtual or torch.cuda.device_count()
+        check_rank_count(count)
+        return [Device(kind, i) for i in range(count)]
+    named = device_list(device_ids)
+    check_rank_count(len(named))
     try:
         if not need_index and not _CURRENT_GPU.isdisjoint(named):
             # Not cached: the current GPU changes.
@@ -90,7 +100,25 @@ def resolve_devices(
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        raise _not_a_device(named) from None
+        strange = next((d for d in named if type(d).__hash__ is None), named)
+        raise _not_a_device(strange) from None
+
+
+def device_list(device_ids: Iterable[DeviceLike]) -> tuple[DeviceLike, ...]:
+    """Returns the devices that a user listed. Raises TypeError for one device without a list."""
+    if isinstance(device_ids, str) or not isinstance(device_ids, Iterable):
+        raise TypeError(
+            f"expected a list of devices, but got {device_ids!r}; write [{device_ids!r}]"
+        )
+    return tuple(device_ids)
+
+
+def check_rank_count(count: int) -> None:
+    """Raises ValueError for more ranks than a communicator can have."""
+    if count > env.MAX_RANKS:
+        raise ValueError(
+            f"pyparallel runs on at most {env.MAX_RANKS} ranks, but got {count} devices"
+        )
 
 
 def parse_device(
@@ -102,23 +130,32 @@ def parse_device(
         ValueError: Neither a GPU nor a virtual device.
         RuntimeError: A negative index, or a string that is no device.
     """
+    kind: Literal["cpu", "cuda"]
+    index: int | None
     if isinstance(name, Device):
-        return name.kind, name.index
-    if isinstance(name, str):
-        name = torch.device(name)
-    if isinstance(name, torch.device):
-        if name.type == "cpu":
-            return "cpu", name.index
-        if name.type == "cuda":
-            return "cuda", name.index
-        raise ValueError(f"Expected a GPU or a virtual device, but got: {name}")
-    try:
-        index = operator.index(name)  # type: ignore[arg-type]
-    except TypeError:
-        raise _not_a_device(name) from None
-    if index < 0:
+        kind, index = name.kind, name.index
+    elif isinstance(name, (str, torch.device)):
+        kind, index = _parse_name(name)
+    else:
+        try:
+            kind, index = int_kind, operator.index(name)  # type: ignore[arg-type]
+        except TypeError:
+            raise _not_a_device(name) from None
+    if index is not None and index < 0:
         raise RuntimeError(f"Expected non-negative device index, but got {index}")
-    return int_kind, index
+    return kind, index
+
+
+def _parse_name(name: str | torch.device) -> tuple[Literal["cpu", "cuda"], int | None]:
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if match and int(match[2]) > _MAX_INDEX:
+        raise ValueError(f"{name} is no device: indices go from 0 to {_MAX_INDEX}")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return "cpu", device.index
+    if device.type == "cuda":
+        return "cuda", device.index
+    raise ValueError(f"Expected a GPU or a virtual device, but got: {name}")
 
 
 def check_exists(device: Device, virtual: int | None) -> None:

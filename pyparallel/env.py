@@ -1,6 +1,7 @@
 """Every environment variable that the package reads, in one place.
 
-- ``PYPARALLEL_VIRTUAL_DEVICES``: number of virtual devices that ``device_ids=None`` and ints mean.
+- ``PYPARALLEL_VIRTUAL_DEVICES``: number of virtual devices that ``device_ids=None`` and ints mean,
+  at most 16.
 - ``PYPARALLEL_TIMEOUT_MS``: longest wait of one rank for another, in milliseconds (default 30000).
 - ``PYPARALLEL_P2P``: ``auto``, ``off`` or ``force``; direct access between GPUs.
 - ``PYPARALLEL_ALGO``: algorithms to take instead of the defaults, as in
@@ -14,6 +15,9 @@ communicator.
 
 import os
 
+# What the core can do; a test compares.
+MAX_RANKS = 16
+MAX_TIMEOUT_MS = 1_000_000_000
 DEFAULT_TIMEOUT_MS = 30_000
 P2P_MODES = ("auto", "off", "force")
 DEBUG_LEVELS = ("INFO",)
@@ -21,12 +25,12 @@ DEBUG_LEVELS = ("INFO",)
 
 def virtual_device_count() -> int | None:
     """Returns PYPARALLEL_VIRTUAL_DEVICES, or None where it is unset or 0."""
-    return _integer("PYPARALLEL_VIRTUAL_DEVICES", minimum=0) or None
+    return _integer("PYPARALLEL_VIRTUAL_DEVICES", 0, MAX_RANKS) or None
 
 
 def timeout_ms() -> int:
     """Returns PYPARALLEL_TIMEOUT_MS in milliseconds."""
-    value = _integer("PYPARALLEL_TIMEOUT_MS", minimum=1)
+    value = _integer("PYPARALLEL_TIMEOUT_MS", 1, MAX_TIMEOUT_MS)
     return DEFAULT_TIMEOUT_MS if value is None else value
 
 
@@ -53,7 +57,7 @@ def debug() -> str | None:
     return value.upper()
 
 
-def _integer(name: str, minimum: int) -> int | None:
+def _integer(name: str, minimum: int, maximum: int) -> int | None:
     text = os.environ.get(name)
     if not text:
         return None
@@ -61,6 +65,6 @@ def _integer(name: str, minimum: int) -> int | None:
         value = int(text)
     except ValueError:
         value = minimum - 1
-    if value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, but is {text!r}")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} must be an integer from {minimum} to {maximum}, but is {text!r}")
     return value

@@ -39,8 +39,11 @@ def no_gpus(monkeypatch):
 def test_virtual_devices():
     assert virtual_devices(3) == ["cpu:0", "cpu:1", "cpu:2"]
     assert virtual_devices(0) == []
+    assert len(virtual_devices(16)) == 16
     with pytest.raises(ValueError, match="-1"):
         virtual_devices(-1)
+    with pytest.raises(ValueError, match="at most 16 ranks, but got 17 devices"):
+        virtual_devices(17)
 
 
 def test_device_is_where_tensors_are():
@@ -112,7 +115,19 @@ def test_machine_without_gpus(no_gpus):
         ([-1], RuntimeError, "Expected non-negative device index, but got -1"),
         ([1.5], ValueError, "specified index or an integer, but got:1.5"),
         ([None], ValueError, "specified index or an integer, but got:None"),
-        ([[0]], ValueError, "specified index or an integer, but got:"),
+        ([0.0], ValueError, "specified index or an integer, but got:0.0"),
+        (["cpu:0", [0]], ValueError, r"specified index or an integer, but got:\[0\]"),
+        (["cpu:128"], ValueError, "cpu:128 is no device: indices go from 0 to 127"),
+        (["cpu:256"], ValueError, "cpu:256 is no device"),
+        (["cuda:300"], ValueError, "cuda:300 is no device"),
+        (["cpu:-1"], RuntimeError, "cpu:-1"),
+        ([torch.device("cpu:128")], RuntimeError, "non-negative device index, but got -128"),
+        ([Device("cpu", -2)], RuntimeError, "non-negative device index, but got -2"),
+        (["cpu"] * 17, ValueError, "at most 16 ranks, but got 17 devices"),
+        ([0] * 17, ValueError, "at most 16 ranks, but got 17 devices"),
+        ("cpu:0", TypeError, r"list of devices, but got 'cpu:0'; write \['cpu:0'\]"),
+        (0, TypeError, r"list of devices, but got 0; write \[0\]"),
+        (torch.device("cpu"), TypeError, "list of devices, but got device"),
         (["gpu:0"], RuntimeError, "gpu"),
         (["meta"], ValueError, "Expected a GPU or a virtual device, but got: meta"),
         (["cpu", "cpu:1"], ValueError, "specified index or an integer, but got:cpu"),
@@ -123,6 +138,17 @@ def test_bad_devices(gpus, named, error, text):
     for _ in range(2):  # errors are not cached as something else
         with pytest.raises(error, match=text):
             resolve_devices(named)
+
+
+def test_the_largest_numbers(gpus):
+    assert resolve_devices(["cpu:127"] * 16) == cpu(*[127] * 16)
+
+
+def test_more_gpus_than_ranks(monkeypatch, gpus):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 17)
+    with pytest.raises(ValueError, match="at most 16 ranks, but got 17 devices"):
+        resolve_devices(None)
+    assert resolve_devices([16]) == cuda(16)
 
 
 def test_results_are_not_shared():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pyparallel import env
+from pyparallel import _C, env
 
 
 @pytest.mark.parametrize("text, count", [("4", 4), ("1", 1), ("0", None), ("", None)])
@@ -16,10 +16,11 @@ def test_virtual_device_count_unset(monkeypatch):
     assert env.virtual_device_count() is None
 
 
-@pytest.mark.parametrize("text", ["-1", "four", "1.5"])
+@pytest.mark.parametrize("text", ["-1", "four", "1.5", "17", "9" * 30])
 def test_virtual_device_count_refuses(monkeypatch, text):
     monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", text)
-    with pytest.raises(ValueError, match=f"PYPARALLEL_VIRTUAL_DEVICES must be.*'{text}'"):
+    text = f"PYPARALLEL_VIRTUAL_DEVICES must be an integer from 0 to 16, but is '{text}'"
+    with pytest.raises(ValueError, match=text):
         env.virtual_device_count()
 
 
@@ -30,7 +31,7 @@ def test_timeout(monkeypatch):
     assert env.timeout_ms() == env.DEFAULT_TIMEOUT_MS == 30_000
 
 
-@pytest.mark.parametrize("text", ["0", "-5", "1s"])
+@pytest.mark.parametrize("text", ["0", "-5", "1s", "1000000001", "9" * 20])
 def test_timeout_refuses(monkeypatch, text):
     monkeypatch.setenv("PYPARALLEL_TIMEOUT_MS", text)
     with pytest.raises(ValueError, match=f"PYPARALLEL_TIMEOUT_MS must be.*'{text}'"):
@@ -67,3 +68,11 @@ def test_debug_refuses(monkeypatch):
     monkeypatch.setenv("PYPARALLEL_DEBUG", "loud")
     with pytest.raises(ValueError, match="PYPARALLEL_DEBUG must be INFO, but is 'loud'"):
         env.debug()
+
+
+def test_limits_are_those_of_the_core():
+    for n, timeout_ms in ((1, 1), (env.MAX_RANKS, env.MAX_TIMEOUT_MS)):
+        _C.Communicator("host", [0] * n, timeout_ms=timeout_ms).close()
+    for n, timeout_ms in ((env.MAX_RANKS + 1, 1), (1, env.MAX_TIMEOUT_MS + 1)):
+        with pytest.raises(ValueError, match=f"1 to ({env.MAX_RANKS}|{env.MAX_TIMEOUT_MS})"):
+            _C.Communicator("host", [0] * n, timeout_ms=timeout_ms)
