@@ -22,6 +22,15 @@ def check_count(operation: str, what: str, count: int, nranks: int) -> None:
         raise ValueError(f"{operation}: got {count} {what} for {nranks} ranks")
 
 
+def check_rows(operation: str, rows: Sequence[Sequence[object]]) -> None:
+    """Raises ValueError unless all ranks have the same number of tensors."""
+    for rank, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"{operation}: rank {rank} has {len(row)} tensors, but rank 0 has {len(rows[0])}"
+            )
+
+
 def check_tensor(operation: str, tensor: Tensor, rank: int, device: Device) -> None:
     """Raises unless a rank's tensor is one, is on its device, and can be moved.
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pyparallel.checks import check_rows
 from pyparallel.communicator import get_communicator
 from pyparallel.devices import DeviceLike, resolve_devices
 from pyparallel.forward_ad import refuse_tangents
@@ -180,6 +181,7 @@ def reduce_add_coalesced(
     """
     arrays = [list(row) for row in inputs]
     rows = [[to_tensor(a) for a in row] for row in arrays]
+    check_rows("reduce_add_coalesced", rows)
     columns = list(zip(*rows, strict=True))
     if not columns:
         return ()

@@ -24,6 +24,7 @@ from pyparallel.checks import (
     check_outputs,
     check_pieces,
     check_rank,
+    check_rows,
     check_same_size,
     check_tensor,
     check_terms,
@@ -163,6 +164,7 @@ class Communicator:
         core = self._core.get()
         check_rank("reduce_add", root, len(self.devices))
         check_count("reduce_add", "inputs", len(inputs), len(self.devices))
+        check_rows("reduce_add", inputs)
         columns = list(zip(*inputs, strict=True))
         sums: list[Tensor | None] = [None] * len(columns)
         by_dtype: dict[torch.dtype, list[int]] = {}

@@ -74,43 +74,83 @@ def gather(
 
     Raises:
         RuntimeError: Tensors differ in another size than that of ``dim``.
+        IndexError: Tensors lack dimension ``dim``.
         TypeError: Ranks returned different kinds of things.
         ValueError: Dicts or sequences of different length.
         KeyError: Dicts with different keys.
         NotImplementedError: A tensor with a tangent of forward-mode AD.
     """
+    return _gather(outputs, devices, target, dim, "output")
+
+
+def _gather(
+    outputs: Sequence[Any], devices: Sequence[Device], target: Device | None, dim: int, path: str
+) -> Any:
+    """``gather`` of what the ranks have at ``path``, written as in Python."""
     first = outputs[0]
     kind = _kind(first)
-    for rank, output in enumerate(outputs):
-        if _kind(output) != kind:
-            raise TypeError(
-                f"gather: replica 0 returned {_name(first)}, "
-                f"but replica {rank} returned {_name(output)}"
-            )
+    _check_alike(outputs, kind, path)
 
-    def join(column: Sequence[Any]) -> Any:
-        return gather(column, devices, target, dim)
+    def join(column: Sequence[Any], step: str) -> Any:
+        return _gather(column, devices, target, dim, path + step)
 
     if kind == "tensor":
-        return _join_tensors(outputs, devices, target, dim)
+        try:
+            return _join_tensors(outputs, devices, target, dim)
+        except (RuntimeError, IndexError) as error:
+            # Subclasses, out of memory for instance, say nothing about the outputs.
+            if type(error) not in (RuntimeError, IndexError):
+                raise
+            raise type(error)(f"{error}{_at(path)}") from error
     if kind == "none":
         return None
     if kind == "number":
         return torch.tensor(outputs, device=target.torch_device if target else "cpu")
     if kind == "mapping":
-        if any(len(output) != len(first) for output in outputs):
-            raise ValueError("All dicts must have the same number of keys")
-        return _rebuild(first, [join([output[key] for output in outputs]) for key in first])
+        columns = [[output[key] for output in outputs] for key in first]
+        steps = [f"[{key!r}]" for key in first]
+        return _rebuild(first, list(map(join, columns, steps)))
     if kind == "dataclass":
         result = copy.copy(first)
         for field in fields(first):
             # Not setattr, which a frozen dataclass refuses.
             column = [getattr(output, field.name) for output in outputs]
-            object.__setattr__(result, field.name, join(column))
+            object.__setattr__(result, field.name, join(column, f".{field.name}"))
         return result
     if kind == "sequence":
-        return _rebuild(first, [join(column) for column in zip(*outputs, strict=True)])
+        columns = list(map(list, zip(*outputs, strict=True)))
+        return _rebuild(first, [join(column, f"[{i}]") for i, column in enumerate(columns)])
     return list(outputs)
+
+
+def _check_alike(outputs: Sequence[Any], kind: str, path: str) -> None:
+    """Raises what ``gather`` promises unless all ranks have the same structure at ``path``."""
+    first = outputs[0]
+    for rank, output in enumerate(outputs):
+        if _kind(output) != kind or (kind == "dataclass" and type(output) is not type(first)):
+            raise TypeError(
+                f"gather: replica 0 returned {_name(first)}, "
+                f"but replica {rank} returned {_name(output)}{_at(path)}"
+            )
+        if kind == "sequence" and len(output) != len(first):
+            raise ValueError(
+                f"gather: replica 0 returned a {_name(first)} of length {len(first)}, but replica "
+                f"{rank} returned one of length {len(output)}{_at(path)}"
+            )
+        if kind == "mapping" and output.keys() != first.keys():
+            missing = [key for key in first if key not in output]
+            added = [key for key in output if key not in first]
+            text = (
+                f"gather: replica {rank} lacks the keys {missing} of replica 0, and adds {added}"
+                f"{_at(path)}"
+            )
+            if len(output) != len(first):
+                raise ValueError(f"All dicts must have the same number of keys. {text}")
+            raise KeyError(text)
+
+
+def _at(path: str) -> str:
+    return f" (at {path})"
 
 
 def _chunk_sizes(size: int, nchunks: int) -> list[int]:
