@@ -9,13 +9,20 @@ poisoned; guards around the buffers find writes outside of them.
 """
 
 import json
+import signal
 import sys
+from pathlib import Path
 
 from operations import Case, Operation, Shape
 from options import Options, parse
+from origin import facts
 from ranks import Ranks
 from table import Row, print_header, print_row, print_section, print_summary
 from timing import measure
+
+
+class CaseFailed(Exception):
+    """A measurement could not be made. Says which one and why."""
 
 
 def count_wrong(case: Case, ranks: Ranks, checks: int) -> int | None:
@@ -40,9 +47,17 @@ def bench_case(
 ) -> Row:
     build = operation.build_in_place if in_place else operation.build
     assert build is not None
-    case = build(ranks, shape, algorithm)
-    timing = measure(case.run, ranks, options.iterations, options.warmup)
     nbytes = shape.count * shape.dtype.itemsize
+    try:
+        case = build(ranks, shape, algorithm)
+        timing = measure(case.run, ranks, options.iterations, options.warmup)
+        wrong = count_wrong(case, ranks, options.checks)
+    except (MemoryError, RuntimeError) as error:
+        # torch calls it RuntimeError when the memory of the CPU is too small.
+        reason = str(error).strip().partition("\n")[0] or "out of memory"
+        raise CaseFailed(
+            f"{operation.name}, {nbytes} bytes, {len(ranks)} ranks: {reason}"
+        ) from error
     algbw = nbytes / timing.median_us / 1e3
     return Row(
         op=operation.name,
@@ -53,7 +68,7 @@ def bench_case(
         time_us=round(timing.median_us, 3),
         algbw_gbps=round(algbw, 6),
         busbw_gbps=round(algbw * operation.busbw_factor(len(ranks)), 6),
-        wrong=count_wrong(case, ranks, options.checks),
+        wrong=wrong,
         p99_us=round(timing.p99_us, 3),
         root=shape.root if operation.rooted else None,
         in_place=in_place,
@@ -85,18 +100,25 @@ def bench(options: Options, ranks: Ranks) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    origin = facts("bench/collectives.py", argv)
     try:
         ranks = Ranks(options.device, options.nranks, options.timeout_s)
-    except (ValueError, RuntimeError) as error:
+        print_header(options, ranks, origin)
+        rows = bench(options, ranks)
+    except (ValueError, RuntimeError, CaseFailed) as error:
         print(f"bench/collectives.py: error: {error}", file=sys.stderr)
         return 2
-    print_header(options, ranks)
-    rows = bench(options, ranks)
     print_summary(rows)
     if options.json:
-        options.json.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+        write_json(options.json, [row.as_json() for row in rows])
+        write_json(options.json.with_suffix(".meta.json"), origin)
     return 1 if any(row.wrong for row in rows) else 0
 
 
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends it without a traceback
     sys.exit(main())

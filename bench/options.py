@@ -70,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench/collectives.py",
         description="Times and checks pyparallel's collectives, with nccl-tests' flags and table.",
-        epilog="Suffixes K, M, G are binary. Exit codes: 0 right, 1 wrong values, 2 bad arguments.",
+        epilog="Suffixes K, M, G are binary. Exit codes: 0 right, 1 wrong values, 2 bad arguments, "
+        "or a run that failed, for want of memory for instance.",
     )
     add = parser.add_argument
     add("operation", choices=[*OPERATIONS, "all"])
@@ -138,7 +139,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="refused: no CUDA graphs yet",
     )
-    add("-J", "--json", type=Path, metavar="FILE", help="write the rows as a JSON list")
+    add(
+        "-J",
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the rows as a JSON list; command and machine go to FILE's .meta.json",
+    )
     return parser
 
 
@@ -184,6 +191,15 @@ def _check_device(parser: argparse.ArgumentParser, device: str, cudagraph: int) 
         )
 
 
+def _check_output(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Finds out before the run what writing afterwards would find out."""
+    if path.is_dir():
+        parser.error(f"--json {path}: this is a folder; name a file in it")
+    parent = path.resolve().parent
+    if not os.access(path if path.exists() else parent, os.W_OK):
+        parser.error(f"--json {path}: cannot write into {parent}")
+
+
 def parse(argv: list[str] | None) -> Options:
     """Reads and checks the command line; exits with code 2 and one sentence where it is wrong."""
     parser = _parser()
@@ -212,8 +228,9 @@ def parse(argv: list[str] | None) -> Options:
         parser.error(f"-d {args.datatype}: unknown type; there are: all {' '.join(names)}")
     if args.root != "all" and not (args.root.isdecimal() and int(args.root) < nranks):
         parser.error(f"-r {args.root}: must be all, or a rank from 0 to {nranks - 1}")
-    if args.json and not os.access(args.json.resolve().parent, os.W_OK):
-        parser.error(f"--json {args.json}: cannot write into {args.json.resolve().parent}")
+    if args.json:
+        _check_output(parser, args.json)
+        _check_output(parser, args.json.with_suffix(".meta.json"))
     return Options(
         plan=_plan(parser, args.operation, args.algorithm),
         device=args.device,

@@ -36,7 +36,9 @@ class Row:
         return asdict(self)
 
 
-def print_header(options: Options, ranks: Ranks) -> None:
+def print_header(options: Options, ranks: Ranks, origin: dict[str, object]) -> None:
+    for name in ("command", "date", "commit", "platform", "cpu"):
+        print(f"# {name} {origin[name]}")
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     built = _C.build_info()["cuda_version"] or "not built"
     print(f"# pyparallel {pyparallel.__version__}  torch {torch.__version__}", end="")

@@ -2,11 +2,16 @@
 
 import ctypes
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+
+import pyparallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
@@ -157,6 +162,7 @@ def test_a_planted_fault_is_counted_and_fails(operation, fault, tmp_path, capsys
         (["-G", "1"], "virtual devices have no CUDA graphs"),
         (["--algorithm", "ring"], "--algorithm ring: broadcast has none of this name"),
         (["--json", "/no/such/folder/out.json"], "cannot write into /no/such/folder"),
+        (["--json", "/"], "--json /: this is a folder; name a file in it"),
     ],
 )
 def test_bad_flags_are_refused(flags, message, capsys):
@@ -164,6 +170,52 @@ def test_bad_flags_are_refused(flags, message, capsys):
         collectives.main(["broadcast", "--device", "cpu", *flags])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path, capsys, monkeypatch):
+    (tmp_path / "out.json").write_text("")
+    (tmp_path / "out.meta.json").mkdir()
+    with pytest.raises(SystemExit):
+        run("broadcast", tmp_path=tmp_path)
+    assert "out.meta.json: this is a folder" in capsys.readouterr().err
+    monkeypatch.setattr(options.os, "access", lambda path, mode: path != tmp_path / "out.json")
+    with pytest.raises(SystemExit):
+        run("broadcast", tmp_path=tmp_path)
+    assert "out.json: cannot write into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("-b", "1000000G", "-e", "1000000G"), ("-b", "8", "-e", "2000000G", "-f", "1000000000000")],
+)
+def test_too_little_memory_is_said(flags, capsys):
+    assert collectives.main(["broadcast", "--device", "cpu", "-g", "2", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and len(error.splitlines()) == 1
+    assert "broadcast, " in error and "2 ranks: " in error and "memory" in error
+
+
+def test_results_tell_where_they_come_from(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYPARALLEL_DEBUG", "INFO")
+    flags = ("broadcast", "-g", 2, "-b", 8, "-e", 8)
+    code, rows = run(*flags, tmp_path=tmp_path)
+    assert code == 0 and len(rows) == 1
+    origin = json.loads((tmp_path / "out.meta.json").read_text())
+    words = origin["command"].split()
+    assert "PYPARALLEL_DEBUG=INFO" in words
+    start = words.index("python")
+    assert words[start : start + 4] == ["python", "bench/collectives.py", "broadcast", "-g"]
+    assert origin["torch"] == torch.__version__ and origin["cores"] >= 1
+    assert {"commit", "changed_files", "pyparallel", "python", "platform", "cpu"} <= set(origin)
+    text = capsys.readouterr().out
+    assert f"# command {origin['command']}" in text and f"# cpu {origin['cpu']}" in text
+
+
+def test_a_reader_that_leaves_is_no_error():
+    program = f"{sys.executable} {collectives.__file__} all --device cpu -b 8 -e 8 | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(Path(pyparallel.__file__).parents[1])}
+    result = subprocess.run(program, shell=True, capture_output=True, text=True, env=environment)
+    assert result.stdout.startswith("# command") and result.stderr == ""
 
 
 def test_too_many_ranks_is_the_cores_own_sentence(capsys):
