@@ -33,7 +33,9 @@ void check_communicator(u32 nranks, const CommunicatorOptions& options);
 // All arguments of all ranks are checked before the first launch (ArgumentError). When a wait
 // inside a flag-ordered operation expires, Error is raised by the call itself if the backend has
 // finished its work by then, else by the next call or by synchronize(); after that the communicator
-// works again. `streams` holds one handle a rank.
+// works again. Flag-ordered operations that were launched behind the one that failed, before that
+// was known, end with it and leave undefined results; event-ordered ones are not concerned.
+// `streams` holds one handle a rank.
 class Communicator {
  public:
   Communicator(std::unique_ptr<Backend> backend, u32 nranks, CommunicatorOptions options);
@@ -87,6 +89,7 @@ class Communicator {
   void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes,
                    DType dtype, const FlagBuffers& buffers, std::span<const StreamHandle> streams);
   void raise_failure();
+  void retire_connections();
   void free_retired();
 
   const std::unique_ptr<Backend> backend_;

@@ -3,6 +3,7 @@
 
 #include "check.h"
 #include "communicator.h"
+#include "launch_group.h"
 #include "launch_lock.h"
 
 namespace pyparallel {
@@ -63,9 +64,18 @@ void Communicator::run_flagged(Collective collective, const Algorithm& algorithm
     args.ranks[rank].input = buffers.inputs[rank];
     args.ranks[rank].output = buffers.outputs[rank];
   }
-  backend_->begin(streams);
-  backend_->launch_flagged(args);
-  backend_->end(streams);
+  LaunchGroup group(*backend_, streams);
+  try {
+    backend_->launch_flagged(args);
+    group.end();
+  } catch (...) {
+    // Blocks that were launched wait for blocks that will never come: they shall leave now and not
+    // after the timeout. The ends of a connection may have counted differently.
+    connections_->abort();
+    group.give_up();
+    retire_connections();
+    throw;
+  }
   if (backend_->finished(backend_->ticket())) raise_failure();
 }
 
@@ -74,9 +84,14 @@ void Communicator::raise_failure() {
   free_retired();
   if (!connections_ || !connections_->poisoned()) return;
   const std::string text = connections_->failure();
-  retired_.push_back({std::move(connections_), backend_->ticket()});
+  retire_connections();
   free_retired();
   throw Error(text);
+}
+
+void Communicator::retire_connections() {
+  const u64 ticket = backend_->ticket();  // first, because it may raise
+  retired_.push_back({std::move(connections_), ticket});
 }
 
 void Communicator::free_retired() {

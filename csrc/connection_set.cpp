@@ -112,6 +112,11 @@ FlagArgs ConnectionSet::prepare(const FlagShape& shape, DType dtype, std::string
   return args;
 }
 
+void ConnectionSet::abort() {
+  // Relaxed, because the word carries no data.
+  std::atomic_ref<u32>(*abort_word_).store(1, std::memory_order_relaxed);
+}
+
 bool ConnectionSet::poisoned() const { return load(*abort_word_) != 0; }
 
 std::string ConnectionSet::failure() const {

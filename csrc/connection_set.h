@@ -25,6 +25,8 @@ class ConnectionSet {
 
   u32 nchannels() const { return nchannels_; }
 
+  // Makes all blocks that use the set leave.
+  void abort();
   bool poisoned() const;
   // Which wait of a poisoned set expired, as a sentence. Waits briefly for a record that a kernel
   // is just writing.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "launch_group.h"
+
 namespace pyparallel {
 
 PlanRunner::PlanRunner(Backend& backend, u32 nranks, u64 stage_slot_bytes)
@@ -73,7 +75,7 @@ void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
     tasks_.push_back({places, places + move.nsources, move.nsources, move.ndestinations, move.rows,
                       move.row_bytes, move.source_pitch, move.destination_pitch, move.sum, dtype});
   }
-  backend_.begin(streams);
+  LaunchGroup group(backend_, streams);
   for (size_t i = 0; i < tasks_.size();) {
     const Move& first = plan.moves[i];
     if (i != 0 && first.step != plan.moves[i - 1].step) backend_.barrier();
@@ -89,7 +91,7 @@ void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
     backend_.launch(first.executor, std::span<const Task>(tasks_).subspan(i, end - i));
     i = end;
   }
-  backend_.end(streams);
+  group.end();
 }
 
 }  // namespace pyparallel

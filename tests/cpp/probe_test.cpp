@@ -48,15 +48,6 @@ class SpoiledPair : public SimulatedPair {
   const int call_;
 };
 
-std::string raised(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was raised";
-}
-
 constexpr PairFault kDataFaults[] = {PairFault::kNoAccess,      PairFault::kDropsStores,
                                      PairFault::kDropsRewrites, PairFault::kStaleLoads,
                                      PairFault::kDropsCopies,   PairFault::kFlagBeforeData};
@@ -120,12 +111,7 @@ TEST(policies_are_checked) {
   EXPECT(PairVerdicts::parse_policy("") == Policy::kAuto);
   EXPECT(PairVerdicts::parse_policy("off") == Policy::kOff);
   EXPECT(PairVerdicts::parse_policy("force") == Policy::kForce);
-  std::string text;
-  try {
-    PairVerdicts::parse_policy("on");
-  } catch (const ArgumentError& error) {
-    text = error.what();
-  }
+  const std::string text = message_of<ArgumentError>([] { PairVerdicts::parse_policy("on"); });
   EXPECT(text == "PYPARALLEL_P2P must be auto, off or force, but is on.", text);
 }
 
@@ -152,7 +138,7 @@ TEST(each_pair_is_tried_once_and_the_first_failure_is_told) {
                  "peer access); transfers between them go through host memory. "
                  "PYPARALLEL_P2P=off silences this."},
          warnings.size());
-  const std::string forced = raised([&] { verdicts.usable(0, 1, Policy::kForce); });
+  const std::string forced = message_of<Error>([&] { verdicts.usable(0, 1, Policy::kForce); });
   EXPECT(forced ==
              "PYPARALLEL_P2P=force, but GPU 0 cannot use the memory of GPU 1 (the driver "
              "offers no peer access).",
@@ -202,7 +188,7 @@ TEST(policy_off_tries_nothing_and_force_raises_before_anything_runs) {
   check_broadcast(off, 0, 5003, "auto");
   EXPECT(backend->tried.empty() && backend->warnings.empty() && backend->in_host_memory > 0);
   World forced = simulated(3, backend, {{{0, 1}, PairFault::kDropsStores}}, Policy::kForce);
-  const std::string text = raised([&] { check_broadcast(forced, 0, 5003, "auto"); });
+  const std::string text = message_of<Error>([&] { check_broadcast(forced, 0, 5003, "auto"); });
   EXPECT(text.starts_with("PYPARALLEL_P2P=force, but GPU 0 cannot use the memory of GPU 1 (word"),
          text);
   EXPECT(backend->launches == 0, backend->launches);

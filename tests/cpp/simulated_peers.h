@@ -129,11 +129,11 @@ class SimulatedPeersBackend : public StagedBackend {
   Fabric fabric() const override { return topology_.fabric(); }
 
   void* allocate(u32 rank, u64 bytes, RankSet touched_by) override {
-    void* memory = StagedBackend::allocate(rank, bytes, touched_by);
     const bool on_device = topology_.on_device(rank, touched_by, [this](DevicePair pair) {
       return believes ||
              verdicts_.usable(static_cast<int>(pair.from), static_cast<int>(pair.to), policy_);
     });
+    void* memory = StagedBackend::allocate(rank, bytes, touched_by);
     if (on_device) {
       device_memory_[static_cast<u8*>(memory)] = {rank_device_[rank], bytes};
       ++in_device_memory;
@@ -168,6 +168,7 @@ class SimulatedPeersBackend : public StagedBackend {
     }
     StagedBackend::launch(rank, changed);
   }
+  void copy(u32 rank, const Task& task) override { launch(rank, {&task, 1}); }
   void end(std::span<const StreamHandle> callers) override {
     StagedBackend::end(callers);
     tasks_.clear();

@@ -38,6 +38,17 @@ inline bool same_bytes(const void* a, const void* b, size_t bytes) {
   return bytes == 0 || std::memcmp(a, b, bytes) == 0;
 }
 
+// What an exception of type E says that `call` raises.
+template <class E, class Call>
+std::string message_of(Call call) {
+  try {
+    call();
+  } catch (const E& error) {
+    return error.what();
+  }
+  return "nothing was raised";
+}
+
 }  // namespace pyparallel::testing
 
 #define TEST(name)                                                                   \
@@ -51,6 +62,12 @@ inline bool same_bytes(const void* a, const void* b, size_t bytes) {
       ::pyparallel::testing::fail(__FILE__, __LINE__, #condition,                        \
                                   ::pyparallel::message("" __VA_OPT__(, ) __VA_ARGS__)); \
     }                                                                                    \
+  } while (0)
+
+#define EXPECT_TEXT(got, want)                                        \
+  do {                                                                \
+    const std::string pp_got = (got), pp_want = (want);               \
+    EXPECT(pp_got == pp_want, "'", pp_got, "', not '", pp_want, "'"); \
   } while (0)
 
 #define TEST_MAIN()                                           \

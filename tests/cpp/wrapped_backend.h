@@ -1,11 +1,16 @@
 // Backends for tests: the host backend with one property changed.
 #pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "backend/backend.h"
-#include "backend/host/host_context.h"
-#include "device/flag_block.h"
 
 namespace pyparallel::testing {
 
@@ -23,6 +28,7 @@ class WrappedBackend : public Backend {
   }
   void* allocate(u32 rank, u64 bytes, RankSet touched_by) override {
     ++allocations;
+    ++allocation_calls;
     this->touched_by.push_back(touched_by);
     return host_->allocate(rank, bytes, touched_by);
   }
@@ -32,6 +38,7 @@ class WrappedBackend : public Backend {
   }
   void* allocate_host(u64 bytes) override {
     ++allocations;
+    ++allocation_calls;
     return host_->allocate_host(bytes);
   }
   void release_host(void* memory) noexcept override {
@@ -57,7 +64,8 @@ class WrappedBackend : public Backend {
   bool finished(u64 ticket) override { return host_->finished(ticket); }
   bool wait(u64 ticket, u64 timeout_ns) override { return host_->wait(ticket, timeout_ns); }
 
-  int allocations = 0;  // not yet released
+  int allocations = 0;       // not yet released
+  int allocation_calls = 0;  // ever made
   int launches = 0;
   int engine_copies = 0;
   std::vector<RankSet> touched_by;  // of each allocate()
@@ -73,58 +81,99 @@ class StagedBackend : public WrappedBackend {
   bool direct() const override { return false; }
 };
 
-// Leaves out the blocks of one rank of a flag-ordered launch. If `late`, the launch counts as
-// running until run_late() has run them, as on a device whose stream is behind.
-class AbsentRankBackend : public WrappedBackend {
+// Runs groups on a thread of its own, in order, as a device does: calls return at once, and what
+// goes wrong shows later.
+class AsynchronousBackend : public WrappedBackend {
  public:
-  AbsentRankBackend(u32 nranks, u32 rank, bool late)
-      : WrappedBackend(nranks), absent_(rank), late_(late) {}
+  using WrappedBackend::WrappedBackend;
+  ~AsynchronousBackend() override {
+    queue([this] { stop_ = true; });
+    thread_.join();
+  }
 
+  void begin(std::span<const StreamHandle> callers) override {
+    open_ = true;
+    queue([this, callers] { WrappedBackend::begin(callers); });
+  }
+  void launch(u32 rank, std::span<const Task> tasks) override {
+    // Pointer arrays of tasks are the caller's until end() only.
+    auto copy = std::make_shared<std::vector<Task>>(tasks.begin(), tasks.end());
+    auto pointers = std::make_shared<std::deque<std::vector<void*>>>();
+    for (Task& task : *copy) {
+      for (u32 k = 0; k < task.nsources; ++k) {
+        if (k == 0) pointers->emplace_back();
+        pointers->back().push_back(const_cast<void*>(task.sources[k]));
+      }
+      task.sources = pointers->back().data();
+      task.destinations =
+          pointers->emplace_back(task.destinations, task.destinations + task.ndestinations).data();
+    }
+    queue([this, rank, copy, pointers] {
+      kept_.push_back(pointers);
+      WrappedBackend::launch(rank, *copy);
+    });
+  }
+  void copy(u32 rank, const Task& task) override { launch(rank, {&task, 1}); }
   void launch_flagged(const FlagArgs& args) override {
-    ++ticket_;
-    if (!is_absent) return WrappedBackend::launch_flagged(args);
-    std::vector<std::thread> blocks;
-    for (u32 rank = 0; rank < args.shape.nranks; ++rank) {
-      if (rank == absent_) continue;
-      for (u32 channel = 0; channel < args.shape.nchannels; ++channel) {
-        blocks.emplace_back([&args, rank, channel] { run_block(args, rank, channel); });
-      }
+    queue([this, args] { WrappedBackend::launch_flagged(args); });
+  }
+  void barrier() override {
+    queue([this] { WrappedBackend::barrier(); });
+  }
+  void end(std::span<const StreamHandle> callers) override {
+    open_ = false;
+    ++groups_;
+    queue([this, callers] {
+      WrappedBackend::end(callers);
+      kept_.clear();
+      done_.fetch_add(1);
+    });
+  }
+
+  u64 ticket() override {
+    if (open_) end({});
+    return groups_;
+  }
+  bool finished(u64 ticket) override { return done_.load() >= ticket; }
+  bool wait(u64 ticket, u64 timeout_ns) override {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
+    while (!finished(ticket)) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
-    for (auto& block : blocks) block.join();
-    if (late_) late_launches_.push_back({args, ticket_});
+    return true;
   }
 
-  void run_late() {
-    for (const Late& launch : late_launches_) {
-      for (u32 channel = 0; channel < launch.args.shape.nchannels; ++channel) {
-        run_block(launch.args, absent_, channel);
-      }
-    }
-    late_launches_.clear();
-  }
-
-  u64 ticket() override { return ticket_; }
-  bool finished(u64 ticket) override {
-    return late_launches_.empty() || ticket < late_launches_.front().ticket;
-  }
-  bool wait(u64 ticket, u64) override { return finished(ticket); }
-
-  bool is_absent = true;
+  std::mutex gate;  // while somebody holds it, the thread rests
 
  private:
-  struct Late {
-    FlagArgs args;
-    u64 ticket;
-  };
-
-  static void run_block(const FlagArgs& args, u32 rank, u32 channel) {
-    run_flag_block(host::HostContext{}, args, rank, channel);
+  void queue(std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    works_.push_back(std::move(work));
+    arrived_.notify_one();
+  }
+  void run() {
+    while (!stop_) {
+      std::function<void()> work;
+      {
+        std::unique_lock lock(mutex_);
+        arrived_.wait(lock, [this] { return !works_.empty(); });
+        work = std::move(works_.front());
+        works_.pop_front();
+      }
+      const std::lock_guard resting(gate);
+      work();
+    }
   }
 
-  const u32 absent_;
-  const bool late_;
-  u64 ticket_ = 0;
-  std::vector<Late> late_launches_;
+  bool open_ = false, stop_ = false;
+  u64 groups_ = 0;
+  std::atomic<u64> done_{0};
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<std::function<void()>> works_;
+  std::vector<std::shared_ptr<std::deque<std::vector<void*>>>> kept_;
+  std::thread thread_{[this] { run(); }};
 };
 
 }  // namespace pyparallel::testing

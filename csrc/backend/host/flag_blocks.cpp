@@ -6,18 +6,18 @@
 #include "host_context.h"
 
 namespace pyparallel::host {
-namespace {
 
-void run_block(const FlagArgs& args, u32 block) {
-  run_flag_block(HostContext{}, args, block / args.shape.nchannels, block % args.shape.nchannels);
+void run_flag_block(const FlagArgs& args, u32 block) {
+  const u32 rank = block / args.shape.nchannels, channel = block % args.shape.nchannels;
+  pyparallel::run_flag_block(HostContext{}, args, rank, channel);
 }
-
-}  // namespace
 
 void run_flag_blocks(const FlagArgs& args) {
   BlockThreads::instance().run(
       args.shape.nranks * args.shape.nchannels,
-      [](void* context, u32 block) { run_block(*static_cast<const FlagArgs*>(context), block); },
+      [](void* context, u32 block) {
+        run_flag_block(*static_cast<const FlagArgs*>(context), block);
+      },
       const_cast<FlagArgs*>(&args));
 }
 

@@ -11,5 +11,7 @@ constexpr u32 kMaxFlagChannels = 8;
 // Runs all blocks of the launch and returns when the last has left. A wait that expires is in the
 // failure record.
 void run_flag_blocks(const FlagArgs& args);
+// One of them: block b runs rank b / nchannels on channel b % nchannels.
+void run_flag_block(const FlagArgs& args, u32 block);
 
 }  // namespace pyparallel::host

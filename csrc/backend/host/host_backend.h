@@ -6,7 +6,7 @@ namespace pyparallel::host {
 
 // Everything is done when a call returns: launch() only collects tasks, barrier() and end() run
 // them.
-class HostBackend final : public Backend {
+class HostBackend : public Backend {
  public:
   const char* name() const override { return "host"; }
   bool direct() const override { return true; }
