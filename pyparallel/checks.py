@@ -49,6 +49,15 @@ def check_tensor(operation: str, tensor: Tensor, rank: int, device: Device) -> N
     refuse_tangents(operation, (tensor,))
 
 
+def check_not_quantized(operation: str, tensor: Tensor, rank: int) -> None:
+    """Raises TypeError for a quantized tensor, whose bytes are not its values."""
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{operation}: rank {rank} has a quantized tensor ({tensor.dtype}), which can only be "
+            "broadcast as a whole; pass tensor.dequantize()"
+        )
+
+
 def check_terms(
     operation: str, terms: Sequence[Tensor | None], devices: Sequence[Device]
 ) -> list[Tensor]:
@@ -62,6 +71,7 @@ def check_terms(
         if term is None:
             continue
         check_tensor(operation, term, rank, device)
+        check_not_quantized(operation, term, rank)
         present.append(term)
         first = present[0]
         if term.size() != first.size():
@@ -139,6 +149,7 @@ def check_outputs(
     check_count(operation, "output tensors", len(outputs), len(devices))
     for rank, (output, device) in enumerate(zip(outputs, devices, strict=True)):
         check_tensor(operation, output, rank, device)
+        check_not_quantized(operation, output, rank)
         check_output(operation, output, rank, dtype)
     check_separate(operation, outputs)
 

@@ -2,6 +2,7 @@
 
 Tensors are on GPUs, or on the CPU: then they belong to virtual devices, the tensor at position i to
 rank i. NumPy and CuPy arrays are taken too, and results are of the kind of the first input.
+Quantized tensors can be broadcast and nothing else (TypeError); masked arrays are refused.
 
 On GPUs the calls are queued: they start after the current stream of every device involved, and what
 these streams do next comes after them. Nothing is recorded for autograd; use
@@ -256,7 +257,8 @@ def scatter(
 
     Raises:
         RuntimeError: Sizes that do not add up, wrong shapes of outputs, a stream of another device.
-        ValueError: No such device; an output of another dtype or not contiguous.
+        ValueError: No such device; a wrong number of streams; an output of another dtype or not
+            contiguous.
         IndexError: ``dim`` is out of range.
     """
     source = to_tensor(tensor)

@@ -20,6 +20,7 @@ from torch import Tensor
 from pyparallel.checks import (
     check_chunks,
     check_count,
+    check_not_quantized,
     check_output,
     check_outputs,
     check_pieces,
@@ -261,6 +262,7 @@ class Communicator:
         check_tensor(
             "scatter", tensor, root or 0, Device("cpu", 0) if root is None else self.devices[root]
         )
+        check_not_quantized("scatter", tensor, root or 0)
         sizes = list(chunk_sizes)
         if len(sizes) > len(self.devices):
             raise ValueError(f"scatter: got {len(sizes)} chunks for {len(self.devices)} ranks")
@@ -355,6 +357,7 @@ class Communicator:
             raise ValueError(f"gather: got {len(tensors)} tensors for {len(self.devices)} ranks")
         for rank, (tensor, device) in enumerate(zip(tensors, self.devices, strict=False)):
             check_tensor("gather", tensor, rank, device)
+            check_not_quantized("gather", tensor, rank)
         return check_pieces(tensors, dim)
 
 

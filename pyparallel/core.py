@@ -67,11 +67,11 @@ def _open(devices: tuple[Device, ...]) -> _C.Communicator:
 def _make(devices: tuple[Device, ...]) -> _C.Communicator:
     timeout_ms = env.timeout_ms()
     algorithms = env.algorithms()
+    env.p2p()  # the core reads it, but only on GPUs
     if devices[0].kind == "cpu":
         return _C.Communicator(
             "host", [0] * len(devices), timeout_ms=timeout_ms, algorithms=algorithms
         )
-    env.p2p()
     if not _C.build_info()["cuda"]:
         raise RuntimeError(
             "pyparallel was built without CUDA (no nvcc at build time), but got a tensor on "

@@ -19,6 +19,18 @@ import os
 MAX_RANKS = 16
 MAX_TIMEOUT_MS = 1_000_000_000
 DEFAULT_TIMEOUT_MS = 30_000
+# With those that are read elsewhere: when the package is built, and by its tests.
+KNOWN = frozenset(
+    (
+        "PYPARALLEL_ALGO",
+        "PYPARALLEL_CUDA",
+        "PYPARALLEL_DEBUG",
+        "PYPARALLEL_P2P",
+        "PYPARALLEL_TEST_DEVICES",
+        "PYPARALLEL_TIMEOUT_MS",
+        "PYPARALLEL_VIRTUAL_DEVICES",
+    )
+)
 P2P_MODES = ("auto", "off", "force")
 DEBUG_LEVELS = ("INFO",)
 

@@ -1,9 +1,11 @@
 """``python -m pyparallel.info``: everything a bug report needs, one ``name: value`` a line."""
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,12 @@ from pathlib import Path
 import torch
 
 import pyparallel
-from pyparallel import _C
+from pyparallel import _C, env
 from pyparallel.devices import resolve_devices
+
+_NO_DEVICES = (
+    "none (DataParallel passes through; PYPARALLEL_VIRTUAL_DEVICES=4 makes four virtual devices)"
+)
 
 
 def collect() -> Iterator[tuple[str, str]]:
@@ -36,7 +42,8 @@ def collect() -> Iterator[tuple[str, str]]:
     yield from _devices()
     for name in sorted(os.environ):
         if name.startswith(("PYPARALLEL_", "CUDA_")):
-            yield name, os.environ[name]
+            unknown = name.startswith("PYPARALLEL_") and name not in env.KNOWN
+            yield name, os.environ[name] + (" (not known: nothing reads it)" if unknown else "")
     yield from _advice(bool(build["cuda"]))
 
 
@@ -80,7 +87,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "device_ids=None", f"error: {error}"
     else:
         names = [f"{device.kind}:{device.index}" for device in devices]
-        yield "device_ids=None", " ".join(names) or "none (DataParallel passes through)"
+        yield "device_ids=None", " ".join(names) or _NO_DEVICES
 
 
 def _advice(built_with_cuda: bool) -> Iterator[tuple[str, str]]:
@@ -100,9 +107,11 @@ def _advice(built_with_cuda: bool) -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     """Prints the report."""
+    argparse.ArgumentParser(prog="python -m pyparallel.info", description=__doc__).parse_args()
     for name, value in collect():
         print(f"{name}: {value}")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends it without a traceback
     main()

@@ -18,11 +18,13 @@ def to_tensor(array: object) -> Tensor:
     streams: torch's current stream waits for CuPy's.
 
     Raises:
-        TypeError: Neither a tensor nor an array, or an array of a dtype that torch lacks.
+        TypeError: Neither a tensor nor an array, an array of a dtype that torch lacks, or a masked
+            array.
     """
     if isinstance(array, Tensor):
         return array
     if _is_array(array, "numpy"):
+        _refuse_mask(array)
         return _from_numpy(array)
     if _is_array(array, "cupy"):
         return torch.from_dlpack(array)  # type: ignore[attr-defined]
@@ -36,10 +38,12 @@ def to_output(array: object, index: int) -> Tensor:
 
     Raises:
         ValueError: A NumPy array that is read-only or that torch cannot share.
+        TypeError: A masked array.
     """
     if not _is_array(array, "numpy"):
         return to_tensor(array)
     numpy_array: Any = array
+    _refuse_mask(numpy_array)
     if not numpy_array.flags.writeable:
         raise ValueError(f"output array at index {index} is read-only")
     return torch.from_numpy(numpy_array)
@@ -76,6 +80,15 @@ def published(arrays: Sequence[Any], written: Sequence[Tensor]) -> tuple[Any, ..
 def _is_array(array: object, library: str) -> bool:
     module = sys.modules.get(library)
     return module is not None and isinstance(array, module.ndarray)
+
+
+def _refuse_mask(array: Any) -> None:
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(array, masked.MaskedArray):
+        raise TypeError(
+            "expected an array without a mask, which a transfer would lose, but got a MaskedArray "
+            f"of shape {list(array.shape)}; pass array.filled(value) or array.data"
+        )
 
 
 def _from_numpy(array: Any) -> Tensor:

@@ -10,7 +10,7 @@ device therefore waits for ever; it may wait for replicas on other devices.
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,10 +185,17 @@ def _name_replica(error: BaseException, rank: int, device: Device) -> None:
     note = f"Caught {type(error).__name__} in replica {rank} on device {device.index}."
     add_note = getattr(error, "add_note", None)
     if add_note is not None:
-        add_note(note)
+        # A program may raise one object again and again, and its class may do anything here:
+        # neither may hide the error.
+        with suppress(Exception):
+            if note not in getattr(error, "__notes__", ()):
+                add_note(note)
         return
     # Python 3.10 has no notes. The traceback also shows causes, so the note becomes the first
     # cause.
-    while error.__cause__ is not None:
-        error = error.__cause__
-    error.__cause__ = RuntimeError(note)
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        if cause.args == (note,) or any(cause is other for other in chain):
+            return
+        chain.append(cause)
+    chain[-1].__cause__ = RuntimeError(note)

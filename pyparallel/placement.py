@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyparallel import env
+from pyparallel.checks import check_count
 from pyparallel.devices import Device, check_exists, parse_device
 
 
@@ -68,8 +69,10 @@ def reduce_ranks(tensors: Sequence[Tensor], destination: object) -> tuple[list[D
     if target is None:
         raise ValueError(f"Expected a non cpu device, but got: {destination}")
     if target not in ranks:
+        where = "the same GPU" if target.kind == ranks[0].kind == "cuda" else "the same device"
         raise RuntimeError(
-            "reduce_add expects destination to be on the same GPU with one of the tensors"
+            f"reduce_add expects destination to be on {where} with one of the tensors, but got "
+            f"{target}; they are on {', '.join(map(str, ranks))}"
         )
     return ranks, ranks.index(target)
 
@@ -121,8 +124,11 @@ def on_streams(
 
     Raises:
         RuntimeError: A stream belongs to another device than the rank at its position.
-        ValueError: Ranks of one GPU have different streams.
+        ValueError: Ranks of one GPU have different streams, or the number of streams is not that of
+            the ranks.
     """
+    if streams is not None:
+        check_count("scatter", "streams", len(streams), len(devices))
     chosen: dict[Device, torch.cuda.Stream] = {}
     for i, (stream, device) in enumerate(zip(streams or (), devices, strict=False)):
         if stream is None or device.torch_device == source.device:

@@ -102,6 +102,12 @@ def test_scatter_out_of_a_transposed_source(devices, put):
 def test_streams_of_virtual_devices_are_none():
     chunks = comm.scatter(torch.ones(2), ["cpu:0", "cpu:1"], streams=[None, None])
     assert len(chunks) == 2
+    for streams in ([], [None], [None] * 3):
+        text = f"scatter: got {len(streams)} streams for 2 ranks"
+        with pytest.raises(ValueError, match=text):
+            comm.scatter(torch.ones(2), ["cpu:0", "cpu:1"], streams=streams)
+        with pytest.raises(ValueError, match=text):
+            comm.scatter(torch.ones(2), streams=streams, out=[torch.ones(1), torch.ones(1)])
 
 
 @pytest.mark.parametrize(

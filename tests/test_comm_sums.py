@@ -48,10 +48,9 @@ def test_destinations_of_virtual_devices():
     for destination in (None, 0, 2, "cpu", "cpu:1", torch.device("cpu"), torch.device("cpu:2")):
         assert comm.reduce_add(iter(inputs), destination).tolist() == [3.0, 3.0]
     for destination in (3, "cpu:3", "cuda:0"):
-        with pytest.raises(
-            RuntimeError,
-            match="reduce_add expects destination to be on the same GPU with one of the tensors",
-        ):
+        name = "cpu:3" if destination == 3 else destination
+        text = f"on the same device with one of the tensors, but got {name}; they are on cpu:0, cpu"
+        with pytest.raises(RuntimeError, match=f"reduce_add expects destination to be {text}"):
             comm.reduce_add(inputs, destination)
     with pytest.raises(RuntimeError, match="Expected non-negative device index, but got -1"):
         comm.reduce_add(inputs, -1)

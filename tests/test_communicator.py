@@ -205,3 +205,20 @@ def test_calls_from_many_threads(comm, devices, ranks, put):
     for thread in threads:
         thread.join()
     assert not errors, errors
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors_are_only_broadcast():
+    comm = get_communicator(resolve_devices(["cpu:0", "cpu:1"]))
+    x, y = (torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.qint8) for _ in range(2))
+    for call in (
+        lambda: comm.reduce_add([[x], [y]]),
+        lambda: comm.all_reduce([x, y]),
+        lambda: comm.scatter(x, [2, 2]),
+        lambda: comm.gather([x, y]),
+        lambda: comm.gather_into([x, y], torch.zeros(8)),
+        lambda: comm.broadcast_into(x, [x, y]),
+        lambda: comm.scatter_into(x, [x[:2], y[:2]]),
+    ):
+        with pytest.raises(TypeError, match=r": rank \d has a quantized tensor \(torch.qint8\)"):
+            call()

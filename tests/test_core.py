@@ -42,10 +42,11 @@ def test_a_build_without_cuda_says_so(monkeypatch):
         Core((Device("cuda", 1),))
 
 
-def test_p2p_is_checked_before_gpus_are_used(monkeypatch):
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_p2p_is_checked_on_all_devices(monkeypatch, kind):
     monkeypatch.setenv("PYPARALLEL_P2P", "maybe")
     with pytest.raises(ValueError, match="PYPARALLEL_P2P.*'maybe'"):
-        Core((Device("cuda", 0),))
+        Core((Device(kind, 0),))
 
 
 def test_close():

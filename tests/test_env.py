@@ -1,5 +1,8 @@
 """Environment variables: values, defaults, and errors that name the variable and its value."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from pyparallel import _C, env
@@ -76,3 +79,16 @@ def test_limits_are_those_of_the_core():
     for n, timeout_ms in ((env.MAX_RANKS + 1, 1), (1, env.MAX_TIMEOUT_MS + 1)):
         with pytest.raises(ValueError, match=f"1 to ({env.MAX_RANKS}|{env.MAX_TIMEOUT_MS})"):
             _C.Communicator("host", [0] * n, timeout_ms=timeout_ms)
+
+
+def test_known_variables_are_those_that_are_read_and_documented():
+    root = Path(__file__).resolve().parents[1]
+    sources = [*root.glob("pyparallel/*.py"), root / "setup.py", root / "tests/conftest.py"]
+    read = {
+        name
+        for source in sources
+        for name in re.findall(r"""["'](PYPARALLEL_[A-Z0-9_]+)["']""", source.read_text())
+    }
+    assert read == env.KNOWN
+    table = (root / "README.md").read_text()
+    assert all(f"`{name}" in table for name in env.KNOWN)

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import pyparallel
@@ -47,6 +48,27 @@ def test_virtual_devices_and_variables() -> None:
     lines = report(PYPARALLEL_VIRTUAL_DEVICES="3")
     assert lines["device_ids=None"] == "cpu:0 cpu:1 cpu:2"
     assert lines["PYPARALLEL_VIRTUAL_DEVICES"] == "3"
+
+
+def test_unknown_variables_and_virtual_devices_are_pointed_out() -> None:
+    lines = report(PYPARALLEL_VIRTUAL_DEVICE="4", PYPARALLEL_P2P="off")
+    assert lines["PYPARALLEL_VIRTUAL_DEVICE"] == "4 (not known: nothing reads it)"
+    assert lines["PYPARALLEL_P2P"] == "off"
+    if torch.cuda.device_count() == 0:
+        assert "PYPARALLEL_VIRTUAL_DEVICES=4 makes four" in lines["device_ids=None"]
+
+
+@pytest.mark.parametrize(
+    "rest, start",
+    [
+        ("--help", "usage: python -m pyparallel.info"),
+        ("| head -n 1", "pyparallel: "),
+    ],
+)
+def test_help_and_a_reader_that_leaves(rest: str, start: str) -> None:
+    command = f"{sys.executable} -m pyparallel.info {rest}"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(start) and run.stderr == ""
 
 
 def test_a_bad_variable_is_reported_not_raised() -> None:

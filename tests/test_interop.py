@@ -71,6 +71,19 @@ def test_other_things_are_refused(thing):
         to_tensor(thing)
 
 
+def test_masked_arrays_are_refused():
+    masked = np.ma.masked_array([1.0, 2.0], mask=[False, True])
+    text = r"expected an array without a mask.*MaskedArray of shape \[2\]; pass array.filled"
+    for call in (
+        lambda: to_tensor(masked),
+        lambda: to_output(masked, 0),
+        lambda: comm.reduce_add([masked, masked]),
+        lambda: comm.broadcast(np.ones(2), out=[masked]),
+    ):
+        with pytest.raises(TypeError, match=text):
+            call()
+
+
 def test_outputs_that_cannot_be_written_to_are_refused():
     fixed = np.zeros(3)
     fixed.flags.writeable = False

@@ -232,6 +232,46 @@ def test_a_cause_names_the_replica_where_exceptions_have_no_notes():
     assert str(inner.__cause__) == "Caught Old in replica 0 on device 0."
 
 
+def test_an_exception_raised_again_gets_no_second_note():
+    class Old(Exception):
+        add_note = None
+
+    for error in (ValueError("once"), Old("once")):
+        for _ in range(3):
+            with pytest.raises(type(error)):
+                apply([raising(error)])
+    with pytest.raises(ValueError) as caught:
+        apply([lambda: 1, raising(again := ValueError("once"))])
+    assert caught.value is again
+    with pytest.raises(ValueError):
+        apply([raising(again)])
+    assert again.__notes__ == [f"Caught ValueError in replica {r} on device {r}." for r in (1, 0)]
+    assert error.__cause__.args == ("Caught Old in replica 0 on device 0.",)
+    assert error.__cause__.__cause__ is None
+
+
+def test_causes_in_a_circle_end():
+    class Old(Exception):
+        add_note = None
+
+    error, other = Old(), Old()
+    error.__cause__, other.__cause__ = other, error
+    with pytest.raises(Old):
+        apply([raising(error)])
+    error.__cause__ = None
+
+
+def test_a_note_that_cannot_be_added_hides_nothing():
+    class Closed(Exception):
+        def add_note(self, note):
+            raise TypeError("no notes here")
+
+    error = Closed("bad")
+    with pytest.raises(Closed) as caught:
+        apply([raising(error)])
+    assert caught.value is error
+
+
 @pytest.mark.parametrize("what", ["inputs", "kwargs_tup", "devices"])
 def test_lengths_are_checked_in_torchs_words(what):
     arguments = {"inputs": [1, 1], "kwargs_tup": [{}, {}], "devices": virtual_devices(2)}

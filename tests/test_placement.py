@@ -53,7 +53,7 @@ def test_reduce_to_a_gpu(destination):
 
 
 def test_reduce_refuses():
-    with pytest.raises(RuntimeError, match="expects destination to be on the same GPU"):
+    with pytest.raises(RuntimeError, match="expects destination to be on the same GPU with one of"):
         reduce_ranks(on(0, 2), 1)
     with pytest.raises(ValueError, match="Expected a non cpu device, but got: cpu"):
         reduce_ranks(on(0, 1), "cpu")
@@ -97,14 +97,19 @@ def test_streams_are_made_current_but_not_on_the_source_device(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "stream", lambda s: entered.append(s) or contextlib.nullcontext()
     )
-    streams = [stream(0), None, stream(2)]
+    streams = [stream(0), None, stream(2), None]
     with on_streams(streams, cuda(0, 1, 2, 3), *on(0)):
         assert entered == [streams[2]]
-    with on_streams(streams, cuda(0, 1, 2), *on("cpu")):
+    with on_streams(streams, cuda(0, 1, 2, 3), *on("cpu")):
         assert entered[1:] == [streams[0], streams[2]]
     with on_streams(None, cuda(0), *on(0)):
         pass
     assert len(entered) == 3
+    with (
+        pytest.raises(ValueError, match="scatter: got 4 streams for 3 ranks"),
+        on_streams(streams, cuda(0, 1, 2), *on(0)),
+    ):
+        pytest.fail("entered")
 
 
 def test_streams_of_other_devices_are_refused_before_any_is_entered(monkeypatch):
