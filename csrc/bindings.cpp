@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/cuda/cuda_info.h"
+#include "backend/host/limits.h"
 #include "check.h"
 #include "communicator.h"
 
@@ -152,6 +153,15 @@ void gather(Communicator& self, u64 root, py::handle sources, u64 rows, u64 pitc
               handles);
 }
 
+// For benchmarks only.
+void move_at_limit(bool streaming, py::handle sources, py::handle destinations, u64 nbytes) {
+  const auto from = to_vector<const u8*>(sources, "sources");
+  const auto to = to_vector<u8*>(destinations, "destinations");
+  const py::gil_scoped_release release;
+  host::move_at_limit(streaming ? host::Stores::kStreaming : host::Stores::kCached, from, to,
+                      nbytes);
+}
+
 py::object str_or_none(const std::string& text) {
   return text.empty() ? py::object(py::none()) : py::object(py::str(text));
 }
@@ -210,6 +220,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       "cuda_device_count", [] { return cuda_device_count(); },
       py::call_guard<py::gil_scoped_release>());
   m.def("cuda_driver_version", [] { return str_or_none(cuda_driver_version()); });
+
+  m.def("move_at_limit", &move_at_limit, "streaming"_a, "sources"_a, "destinations"_a, "nbytes"_a);
 
   const CommunicatorOptions defaults;
   const auto released = py::call_guard<py::gil_scoped_release>();

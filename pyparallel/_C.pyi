@@ -26,6 +26,15 @@ def cuda_device_count() -> int:
 
 def cuda_driver_version() -> str | None: ...
 
+def move_at_limit(
+    streaming: bool, sources: Sequence[int], destinations: Sequence[int], nbytes: int
+) -> None:
+    """For benchmarks only: the memory traffic of a collective in host memory, as fast as we can.
+
+    Reads every source once and writes their exclusive or once to every destination, on all cores,
+    by memcpy or by streaming stores. Pointers are multiples of 64, ``nbytes`` of 256.
+    """
+
 class Communicator:
     """See csrc/communicator.h. All methods release the GIL.
 

@@ -84,6 +84,9 @@ void expect_same(const u8* got, const u8* want, u64 count, const std::string& wh
   }
 }
 
+// How far consecutive destinations are from lying alike within a line, in bytes.
+constexpr std::array kSpreads = {u64{0}, u64{3}};
+
 template <class T>
 void check_sum(DType dtype, u32 nsources, u32 ndestinations, u64 offset, u64 count,
                std::mt19937_64& random) {
@@ -107,27 +110,34 @@ void check_sum(DType dtype, u32 nsources, u32 ndestinations, u64 offset, u64 cou
                         count);
 
   Buffer baseline(bytes, offset);
-  EXPECT(host::baseline_sum_kernels().of[static_cast<u32>(dtype)](baseline.data(), from.data(),
-                                                                  nsources, bytes) == bytes);
+  u8* baseline_to[] = {baseline.data()};
+  const auto index = static_cast<u32>(dtype);
+  EXPECT(host::baseline_kernels().sum[index](baseline_to, 1, from.data(), nsources, bytes) ==
+         bytes);
   expect_same<T>(baseline.data(), plain.data(), count, what + ", baseline");
   baseline.expect_guards_intact();
-  if (const host::SumKernels* avx2 = host::avx2_sum_kernels()) {
-    Buffer fast(bytes, offset);
-    const u64 done = avx2->of[static_cast<u32>(dtype)](fast.data(), from.data(), nsources, bytes);
+  if (const host::LoopKernels* avx2 = host::avx2_kernels()) {
+    Buffer fast(bytes, offset), streamed(bytes, 0);
+    u8 *fast_to[] = {fast.data()}, *streamed_to[] = {streamed.data()};
+    const u64 done = avx2->sum[index](fast_to, 1, from.data(), nsources, bytes);
     EXPECT(done <= bytes && bytes - done < 128 && done % sizeof(T) == 0, done, " of ", bytes);
     expect_same<T>(fast.data(), plain.data(), done / sizeof(T), what + ", AVX2");
+    EXPECT(avx2->sum_streaming[index](streamed_to, 1, from.data(), nsources, bytes) == done);
+    expect_same<T>(streamed.data(), plain.data(), done / sizeof(T), what + ", AVX2, streaming");
   }
   for (const Stores stores : {Stores::kCached, Stores::kStreaming}) {
-    std::vector<Buffer> destinations;
-    std::vector<u8*> to;
-    for (u32 m = 0; m < ndestinations; ++m) {
-      destinations.emplace_back(bytes, (offset + 3 * m) % 64);
-      to.push_back(destinations.back().data());
-    }
-    host::sum(dtype, to.data(), ndestinations, from.data(), nsources, bytes, stores);
-    for (Buffer& destination : destinations) {
-      expect_same<T>(destination.data(), plain.data(), count, what);
-      destination.expect_guards_intact();
+    for (const u64 spread : kSpreads) {
+      std::vector<Buffer> destinations;
+      std::vector<u8*> to;
+      for (u32 m = 0; m < ndestinations; ++m) {
+        destinations.emplace_back(bytes, (offset + spread * m) % 64);
+        to.push_back(destinations.back().data());
+      }
+      host::sum(dtype, to.data(), ndestinations, from.data(), nsources, bytes, stores);
+      for (Buffer& destination : destinations) {
+        expect_same<T>(destination.data(), plain.data(), count, what);
+        destination.expect_guards_intact();
+      }
     }
   }
 }
@@ -211,27 +221,64 @@ TEST(a_destination_may_be_a_source) {
   }
 }
 
+// Copies to `ndestinations`, which start `spread` bytes after each other within a line.
+void check_copy(u32 ndestinations, u64 size, u64 offset, u64 spread, Stores stores,
+                std::mt19937_64& random) {
+  Buffer source(size, offset);
+  fill_random_bits(source.data(), size, random);
+  std::vector<Buffer> destinations;
+  std::vector<u8*> to;
+  for (u32 m = 0; m < ndestinations; ++m) {
+    destinations.emplace_back(size, (3 * offset + spread * m) % 64);
+    to.push_back(destinations.back().data());
+  }
+  host::copy(to.data(), ndestinations, source.data(), size, stores);
+  for (Buffer& destination : destinations) {
+    EXPECT(std::memcmp(destination.data(), source.data(), size) == 0, size, " bytes, offset ",
+           offset, ", spread ", spread);
+    destination.expect_guards_intact();
+  }
+}
+
 TEST(copies_are_exact_at_any_alignment) {
   std::mt19937_64 random(3);
   for (const Stores stores : {Stores::kCached, Stores::kStreaming}) {
     for (const u32 ndestinations : {1u, 2u, 3u, 15u}) {
       for (const u64 size : {0, 1, 15, 16, 17, 63, 64, 65, 191, 4095, 4096, 4097, 20000}) {
         for (u64 offset = 0; offset < 16; ++offset) {
-          Buffer source(size, offset);
-          fill_random_bits(source.data(), size, random);
-          std::vector<Buffer> destinations;
-          std::vector<u8*> to;
-          for (u32 m = 0; m < ndestinations; ++m) {
-            destinations.emplace_back(size, (offset * m + m) % 64);
-            to.push_back(destinations.back().data());
-          }
-          host::copy(to.data(), ndestinations, source.data(), size, stores);
-          for (Buffer& destination : destinations) {
-            EXPECT(std::memcmp(destination.data(), source.data(), size) == 0, size,
-                   " bytes, offset ", offset);
-            destination.expect_guards_intact();
-          }
+          for (const u64 spread : kSpreads)
+            check_copy(ndestinations, size, offset, spread, stores, random);
         }
+      }
+    }
+  }
+}
+
+TEST(a_copy_to_its_own_source_writes_the_others) {
+  for (const Stores stores : {Stores::kCached, Stores::kStreaming}) {
+    Buffer source(1000, 0), other(1000, 0);
+    std::memset(source.data(), 7, 1000);
+    u8* to[] = {source.data(), other.data()};
+    host::copy(to, 2, source.data(), 1000, stores);
+    host::copy(to, 1, source.data(), 1000, stores);
+    EXPECT(std::memcmp(source.data(), other.data(), 1000) == 0);
+    other.expect_guards_intact();
+  }
+}
+
+TEST(lines_are_streamed_to_all_destinations_by_both_sets_of_kernels) {
+  std::mt19937_64 random(4);
+  for (const host::LoopKernels* kernels : {&host::baseline_kernels(), host::avx2_kernels()}) {
+    if (!kernels) continue;
+    for (const u64 nlines : {0, 1, 2, 9}) {
+      const u64 bytes = nlines * host::kLine;
+      Buffer source(bytes, 5), first(bytes, 0), second(bytes, 0);
+      fill_random_bits(source.data(), bytes, random);
+      u8* to[] = {first.data(), second.data()};
+      kernels->stream(to, 2, source.data(), nlines);
+      for (Buffer* destination : {&first, &second}) {
+        EXPECT(std::memcmp(destination->data(), source.data(), bytes) == 0, nlines, " lines");
+        destination->expect_guards_intact();
       }
     }
   }

@@ -14,36 +14,55 @@
 namespace pyparallel::host {
 namespace {
 
-constexpr u64 kLine = 64;
 // The piece that is read once and then written to every destination: it stays in the first-level
-// cache, and every destination gets many whole lines at a time (16-byte streaming stores that
-// alternate between destinations are ten times slower).
+// cache.
 constexpr u64 kBlock = 4096;
-
-// Streams whole lines; the bytes before the first and after the last line of `to` are stored
-// normally.
-void stream(u8* to, const u8* from, u64 bytes) {
-#if defined(__x86_64__)
-  const u64 head = std::min<u64>(-reinterpret_cast<std::uintptr_t>(to) % kLine, bytes);
-  std::memcpy(to, from, head);
-  u64 i = head;
-  for (; i + kLine <= bytes; i += kLine) {
-    for (u64 k = 0; k < kLine; k += 16) {
-      const __m128i pack = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + k));
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + k), pack);
-    }
-  }
-  std::memcpy(to + i, from + i, bytes - i);
-#else
-  std::memcpy(to, from, bytes);
-#endif
+const LoopKernels* vector_kernels() {
+  static const LoopKernels* const kernels = avx2_kernels();
+  return kernels;
 }
 
-void store(u8* to, const u8* from, u64 bytes, Stores stores) {
-  if (stores == Stores::kStreaming) {
-    stream(to, from, bytes);
-  } else {
-    std::memcpy(to, from, bytes);
+// Bytes up to the next line, at most `bytes`.
+u64 head_of(const u8* to, u64 bytes) {
+  return std::min<u64>(-reinterpret_cast<std::uintptr_t>(to) % kLine, bytes);
+}
+
+// True if all lie at the same position within a line.
+bool lie_alike(u8* const* destinations, u32 ndestinations) {
+  for (u32 m = 1; m < ndestinations; ++m) {
+    const auto difference = reinterpret_cast<std::uintptr_t>(destinations[m]) ^
+                            reinterpret_cast<std::uintptr_t>(destinations[0]);
+    if (difference % kLine != 0) return false;
+  }
+  return true;
+}
+
+// Streams to destinations that lie alike; bytes before the first and after the last whole line are
+// stored normally.
+void stream(u8* const* destinations, u32 ndestinations, const u8* from, u64 bytes) {
+  const u64 head = head_of(destinations[0], bytes);
+  const u64 nlines = (bytes - head) / kLine, tail = head + nlines * kLine;
+  u8* lines[kMaxRanks];
+  for (u32 m = 0; m < ndestinations; ++m) {
+    lines[m] = destinations[m] + head;
+    if (head != 0) std::memcpy(destinations[m], from, head);
+    if (tail != bytes) std::memcpy(destinations[m] + tail, from + tail, bytes - tail);
+  }
+  const LoopKernels* kernels = vector_kernels();
+  (kernels ? *kernels : baseline_kernels()).stream(lines, ndestinations, from + head, nlines);
+}
+
+// Streams to any destinations.
+void stream_to_all(u8* const* destinations, u32 ndestinations, const u8* from, u64 bytes) {
+  if (lie_alike(destinations, ndestinations)) {
+    if (ndestinations != 0) stream(destinations, ndestinations, from, bytes);
+    return;
+  }
+  for (u64 begin = 0; begin < bytes; begin += kBlock) {
+    for (u32 m = 0; m < ndestinations; ++m) {
+      u8* const to = destinations[m] + begin;
+      stream(&to, 1, from + begin, std::min(kBlock, bytes - begin));
+    }
   }
 }
 
@@ -64,15 +83,33 @@ u64 last_level_cache_bytes() {
                    : u64{32} << 20;  // 32 MiB where the system does not say
 }
 
-void sum_block(DType dtype, u8* to, const u8* const* sources, u32 nsources, u64 bytes) {
-  static const SumKernels* const vector_kernels = avx2_sum_kernels();
-  const auto index = static_cast<u32>(dtype);
-  const u64 done = vector_kernels ? vector_kernels->of[index](to, sources, nsources, bytes) : 0;
-  if (done == bytes) return;
-  const u8* rest[kMaxRanks];
-  for (u32 k = 0; k < nsources; ++k) rest[k] = sources[k] + done;
-  baseline_sum_kernels().of[index](to + done, rest, nsources, bytes - done);
-}
+struct Sum {
+  DType dtype;
+  u8* const* destinations;
+  u32 ndestinations;
+  const u8* const* sources;
+  u32 nsources;
+
+  // Sums bytes [begin, end).
+  void run(u64 begin, u64 end, Stores stores) const {
+    const LoopKernels* kernels = vector_kernels();
+    if (kernels) begin += run_with(*kernels, begin, end, stores);
+    if (begin < end) run_with(baseline_kernels(), begin, end, stores);
+  }
+  // As a kernel does: returns how many bytes it summed.
+  u64 run_with(const LoopKernels& kernels, u64 begin, u64 end, Stores stores) const {
+    u8* to[kMaxRanks];
+    const u8* from[kMaxRanks];
+    for (u32 m = 0; m < ndestinations; ++m) to[m] = destinations[m] + begin;
+    for (u32 k = 0; k < nsources; ++k) from[k] = sources[k] + begin;
+    const auto& sums = stores == Stores::kStreaming ? kernels.sum_streaming : kernels.sum;
+    return sums[static_cast<u32>(dtype)](to, ndestinations, from, nsources, end - begin);
+  }
+  bool in_place() const {
+    return std::find_first_of(sources, sources + nsources, destinations,
+                              destinations + ndestinations) != sources + nsources;
+  }
+};
 
 }  // namespace
 
@@ -82,41 +119,36 @@ Stores stores_for(u64 bytes) {
 }
 
 void copy(u8* const* destinations, u32 ndestinations, const u8* source, u64 bytes, Stores stores) {
-  const u64 block = ndestinations == 1 ? bytes : kBlock;
-  for (u64 begin = 0; begin < bytes; begin += block) {
-    const u64 length = std::min(block, bytes - begin);
-    for (u32 m = 0; m < ndestinations; ++m) {
-      u8* const to = destinations[m] + begin;
-      if (to != source + begin) store(to, source + begin, length, stores);
-    }
+  u8* to[kMaxRanks];
+  u32 n = 0;
+  for (u32 m = 0; m < ndestinations; ++m) {
+    if (destinations[m] != source) to[n++] = destinations[m];
   }
-  if (stores == Stores::kStreaming) stream_fence();
+  if (stores == Stores::kStreaming) {
+    stream_to_all(to, n, source, bytes);
+    stream_fence();
+    return;
+  }
+  const u64 block = n == 1 ? bytes : kBlock;
+  for (u64 begin = 0; begin < bytes; begin += block) {
+    for (u32 m = 0; m < n; ++m)
+      std::memcpy(to[m] + begin, source + begin, std::min(block, bytes - begin));
+  }
 }
 
 void sum(DType dtype, u8* const* destinations, u32 ndestinations, const u8* const* sources,
          u32 nsources, u64 bytes, Stores stores) {
-  if (ndestinations == 1 && stores == Stores::kCached) {
-    sum_block(dtype, destinations[0], sources, nsources, bytes);
-    return;
+  const Sum sum{dtype, destinations, ndestinations, sources, nsources};
+  const u64 head = head_of(destinations[0], bytes);
+  // Cached stores all the same where the first line would cut an element, and in place: what was
+  // just read is in the cache, and storing past the cache would throw it out first.
+  if (stores == Stores::kCached || !lie_alike(destinations, ndestinations) ||
+      head % element_bytes(dtype) != 0 || sum.in_place()) {
+    return sum.run(0, bytes, Stores::kCached);
   }
-  // What was just read is in the cache, and storing past the cache would throw it out first.
-  Stores stores_to[kMaxRanks];
-  for (u32 m = 0; m < ndestinations; ++m) {
-    const bool in_place =
-        std::find(sources, sources + nsources, destinations[m]) != sources + nsources;
-    stores_to[m] = in_place ? Stores::kCached : stores;
-  }
-  alignas(kLine) u8 total[kBlock];
-  const u8* at[kMaxRanks];
-  for (u64 begin = 0; begin < bytes; begin += kBlock) {
-    const u64 length = std::min(kBlock, bytes - begin);
-    for (u32 k = 0; k < nsources; ++k) at[k] = sources[k] + begin;
-    sum_block(dtype, total, at, nsources, length);
-    for (u32 m = 0; m < ndestinations; ++m) {
-      store(destinations[m] + begin, total, length, stores_to[m]);
-    }
-  }
-  if (stores == Stores::kStreaming) stream_fence();
+  sum.run(0, head, Stores::kCached);
+  sum.run(head, bytes, Stores::kStreaming);
+  stream_fence();
 }
 
 }  // namespace pyparallel::host

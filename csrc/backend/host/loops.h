@@ -2,6 +2,8 @@
 // to several destinations. Any alignment, any size, no destination overlapping another; a
 // destination may be a source exactly.
 #pragma once
+#include <array>
+
 #include "../../dtype.h"
 
 namespace pyparallel::host {
@@ -23,18 +25,30 @@ void copy(u8* const* destinations, u32 ndestinations, const u8* source, u64 byte
 void sum(DType dtype, u8* const* destinations, u32 ndestinations, const u8* const* sources,
          u32 nsources, u64 bytes, Stores stores);
 
-// Sums bytes [0, done) of the sources into `to` and returns done, at most `bytes` and a whole
-// number of elements. `to` may be one of the sources.
-using SumKernel = u64 (*)(u8* to, const u8* const* sources, u32 nsources, u64 bytes);
+constexpr u64 kLine = 64;
 
-// One kernel a dtype. Baseline kernels run everywhere and do all bytes; AVX2 kernels do whole
-// vectors only and are null where the compiler or the processor has no AVX2 and F16C. Each set
-// lives in its own file and namespace, so that no inline function compiled for AVX2 can be the copy
-// that the linker keeps for everybody.
-struct SumKernels {
-  SumKernel of[kDTypes];
+// Sums bytes [0, done) of the sources into every destination and returns done, at most `bytes` and
+// a whole number of elements. A destination may be one of the sources.
+using SumKernel = u64 (*)(u8* const* destinations, u32 ndestinations, const u8* const* sources,
+                          u32 nsources, u64 bytes);
+
+// Streams lines to every destination. The source may lie anywhere.
+using StreamKernel = void (*)(u8* const* destinations, u32 ndestinations, const u8* source,
+                              u64 nlines);
+
+// Streaming kernels need destinations that lie on lines, and the caller fences. They write whole
+// lines to one destination after the other, because 16-byte streaming stores that alternate between
+// destinations are ten times slower.
+//
+// One sum kernel a dtype and kind of stores. Baseline kernels run everywhere and sum all bytes;
+// AVX2 kernels sum whole vectors only and are null where the compiler or the processor has no AVX2
+// and F16C. Each set lives in its own file and namespace, so that no inline function compiled for
+// AVX2 can be the copy that the linker keeps for everybody.
+struct LoopKernels {
+  std::array<SumKernel, kDTypes> sum, sum_streaming;
+  StreamKernel stream;
 };
-const SumKernels& baseline_sum_kernels();
-const SumKernels* avx2_sum_kernels();
+const LoopKernels& baseline_kernels();
+const LoopKernels* avx2_kernels();
 
 }  // namespace pyparallel::host
