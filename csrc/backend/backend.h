@@ -29,6 +29,12 @@ struct Task {
   DType dtype;
 };
 
+namespace host {
+class CommunicationThread;
+}
+class SegmentSender;
+struct SendTable;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -69,6 +75,12 @@ class Backend {
   virtual u64 ticket() = 0;
   virtual bool finished(u64 ticket) = 0;
   virtual bool wait(u64 ticket, u64 timeout_ns) = 0;
+
+  virtual std::unique_ptr<SegmentSender> make_segment_sender(SendTable table) = 0;
+
+  // Where end() returns only when all work is done: the thread that runs operations for callers who
+  // do not want to wait. Null where launches return at once.
+  virtual host::CommunicationThread* communication_thread() { return nullptr; }
 };
 
 std::unique_ptr<Backend> make_host_backend(u32 nranks);

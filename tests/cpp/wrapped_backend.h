@@ -5,6 +5,7 @@
 
 #include "backend/backend.h"
 #include "backend/host/host_context.h"
+#include "backend/segment_sender.h"
 #include "device/element_type.h"
 #include "device/flag_ordered.h"
 
@@ -47,6 +48,12 @@ class WrappedBackend : public Backend {
   u64 ticket() override { return host_->ticket(); }
   bool finished(u64 ticket) override { return host_->finished(ticket); }
   bool wait(u64 ticket, u64 timeout_ns) override { return host_->wait(ticket, timeout_ns); }
+  std::unique_ptr<SegmentSender> make_segment_sender(SendTable table) override {
+    return host_->make_segment_sender(std::move(table));
+  }
+  host::CommunicationThread* communication_thread() override {
+    return host_->communication_thread();
+  }
 
   int allocations = 0;  // not yet released
   int launches = 0;

@@ -5,6 +5,8 @@
 #include <cstring>
 
 #include "../../check.h"
+#include "communication_thread.h"
+#include "compare_sender.h"
 #include "flag_blocks.h"
 #include "task_batch.h"
 
@@ -49,6 +51,14 @@ void HostBackend::launch_flagged(const FlagArgs& args) {
 void HostBackend::barrier() {
   run_tasks(pending_);
   pending_.clear();
+}
+
+std::unique_ptr<SegmentSender> HostBackend::make_segment_sender(SendTable table) {
+  return std::make_unique<CompareSender>(std::move(table));
+}
+
+CommunicationThread* HostBackend::communication_thread() {
+  return &CommunicationThread::instance();
 }
 
 void HostBackend::end(std::span<const StreamHandle>) { barrier(); }

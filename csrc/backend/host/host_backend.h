@@ -27,6 +27,8 @@ class HostBackend final : public Backend {
   u64 ticket() override { return 0; }
   bool finished(u64) override { return true; }
   bool wait(u64, u64) override { return true; }
+  std::unique_ptr<SegmentSender> make_segment_sender(SendTable table) override;
+  CommunicationThread* communication_thread() override;
 
  private:
   std::vector<Task> pending_;  // launched since the last barrier
