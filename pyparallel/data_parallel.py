@@ -5,6 +5,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,9 +13,13 @@ from torch.nn.parallel.data_parallel import _check_balance
 
 from pyparallel import env
 from pyparallel.devices import Device, DeviceLike, resolve_devices
+from pyparallel.dispatch import Dispatch, Dispatcher
 from pyparallel.parallel_apply import parallel_apply
 from pyparallel.replicate import check_not_modified, replicate
 from pyparallel.scatter_gather import gather, scatter_kwargs
+
+# Of ``data_parallel``, whose wrappers live for one call.
+_dispatchers: WeakKeyDictionary[nn.Module, dict[str, Dispatcher]] = WeakKeyDictionary()
 
 T = TypeVar("T", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,6 +64,8 @@ class DataParallel(nn.DataParallel[T]):
         output_device: Where outputs are joined; "cpu" or -1 means host memory. Default:
             ``device_ids[0]``.
         dim: Dimension along which all tensors are split and joined.
+        dispatch: "threads" runs the copies at once, "sequential" one after the other, "auto" the
+            way that it measures to be faster; see ``Dispatcher``.
 
     Attributes:
         module: The wrapped module.
@@ -69,7 +76,8 @@ class DataParallel(nn.DataParallel[T]):
         dim: As given.
 
     Raises:
-        ValueError: A device that does not exist, or GPUs mixed with virtual devices.
+        ValueError: A device that does not exist, GPUs mixed with virtual devices, or an unknown
+            ``dispatch``.
         RuntimeError: From forward: a parameter or buffer is not on ``device_ids[0]``.
 
     Subclasses may override ``replicate``, ``scatter``, ``parallel_apply`` and ``gather``, as in
@@ -85,10 +93,13 @@ class DataParallel(nn.DataParallel[T]):
         device_ids: Iterable[DeviceLike] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
+        *,
+        dispatch: Dispatch = "auto",
     ) -> None:
         # Not torch's constructor, which knows no virtual devices.
         nn.Module.__init__(self)
         self._configure(module, device_ids, output_device, dim)
+        self._dispatcher = Dispatcher(dispatch)
         if self.src_device_obj is None:
             return
         if self.src_device_obj.type == "cuda":
@@ -134,7 +145,7 @@ class DataParallel(nn.DataParallel[T]):
     ) -> list[Any]:
         """Returns what each replica makes of its arguments; see ``parallel_apply``."""
         devices = self._devices(self.device_ids[: len(replicas)])
-        outputs = parallel_apply(replicas, inputs, kwargs, devices)
+        outputs = parallel_apply(replicas, inputs, kwargs, devices, self._dispatcher)
         if type(self).replicate is DataParallel.replicate:
             check_not_modified(replicas[0])
         return outputs
@@ -175,6 +186,8 @@ def data_parallel(
     output_device: DeviceLike | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
+    *,
+    dispatch: Dispatch = "auto",
 ) -> Any:
     """Calls a module on several devices, each with its share of the batch; see ``DataParallel``.
 
@@ -185,6 +198,7 @@ def data_parallel(
         output_device: As for ``DataParallel``.
         dim: As for ``DataParallel``.
         module_kwargs: Keyword arguments.
+        dispatch: As for ``DataParallel``. What "auto" measures is kept for each module.
 
     Returns:
         The joined output on ``output_device``.
@@ -194,6 +208,8 @@ def data_parallel(
     wrapper: DataParallel[nn.Module] = DataParallel.__new__(DataParallel)
     nn.Module.__init__(wrapper)
     wrapper._configure(module, device_ids, output_device, dim)
+    dispatchers = _dispatchers.setdefault(module, {})
+    wrapper._dispatcher = dispatchers.setdefault(dispatch, Dispatcher(dispatch))
     return wrapper.forward(*inputs, **(module_kwargs or {}))
 
 
