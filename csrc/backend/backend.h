@@ -76,7 +76,7 @@ class Backend {
   virtual bool finished(u64 ticket) = 0;
   virtual bool wait(u64 ticket, u64 timeout_ns) = 0;
 
-  virtual std::unique_ptr<SegmentSender> make_segment_sender(SendTable table) = 0;
+  virtual std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) = 0;
 
   // Where end() returns only when all work is done: the thread that runs operations for callers who
   // do not want to wait. Null where launches return at once.

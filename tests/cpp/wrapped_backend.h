@@ -48,8 +48,8 @@ class WrappedBackend : public Backend {
   u64 ticket() override { return host_->ticket(); }
   bool finished(u64 ticket) override { return host_->finished(ticket); }
   bool wait(u64 ticket, u64 timeout_ns) override { return host_->wait(ticket, timeout_ns); }
-  std::unique_ptr<SegmentSender> make_segment_sender(SendTable table) override {
-    return host_->make_segment_sender(std::move(table));
+  std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) override {
+    return host_->make_segment_sender(table);
   }
   host::CommunicationThread* communication_thread() override {
     return host_->communication_thread();

@@ -11,7 +11,7 @@ namespace pyparallel::host {
 
 class CompareSender final : public SegmentSender {
  public:
-  explicit CompareSender(SendTable table);
+  explicit CompareSender(const SendTable& table);
 
   void send(std::span<const void* const> sources, std::span<const StreamHandle> streams,
             bool always) override;
@@ -33,10 +33,11 @@ class CompareSender final : public SegmentSender {
   void run(Pass& pass) const;
   void send_tile(Pass& pass, u64 tile) const;
   void compare_tile(Pass& pass, u64 tile) const;
-  u64 send_chunk(const Pass& pass, const Chunk& chunk) const;
+  u32 different_ranks(const Pass& pass, const Chunk& chunk) const;  // bit m: flats_[m]
+  static const u8* source_of(const Pass& pass, const Chunk& chunk);
   void prefetch(const Pass& pass, const Chunk& chunk) const;
 
-  std::vector<void*> flats_;  // of the ranks other than the root
+  std::vector<u8*> flats_;  // of the ranks other than the root
   std::vector<Chunk> chunks_;
   std::vector<u64> tile_ends_;  // chunks of tile t end here, and those of tile t + 1 begin
   u64 bytes_ = 0;

@@ -53,8 +53,8 @@ void HostBackend::barrier() {
   pending_.clear();
 }
 
-std::unique_ptr<SegmentSender> HostBackend::make_segment_sender(SendTable table) {
-  return std::make_unique<CompareSender>(std::move(table));
+std::unique_ptr<SegmentSender> HostBackend::make_segment_sender(const SendTable& table) {
+  return std::make_unique<CompareSender>(table);
 }
 
 CommunicationThread* HostBackend::communication_thread() {

@@ -27,7 +27,7 @@ class HostBackend final : public Backend {
   u64 ticket() override { return 0; }
   bool finished(u64) override { return true; }
   bool wait(u64, u64) override { return true; }
-  std::unique_ptr<SegmentSender> make_segment_sender(SendTable table) override;
+  std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) override;
   CommunicationThread* communication_thread() override;
 
  private:
