@@ -175,10 +175,10 @@ def _on_own_device(mode: TorchFunctionMode, device: Device) -> TorchFunctionMode
 
 
 def _clear_modes() -> None:
-    while function_modes():
+    for _ in function_modes():
         torch._C._pop_torch_function_stack()
-    while dispatch_modes():
-        torch._C._pop_torch_dispatch_stack()
+    for mode in reversed(dispatch_modes()):
+        torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
 
 
 def _flushes_denormal() -> bool:

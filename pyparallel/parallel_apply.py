@@ -1,14 +1,17 @@
 """Running replicas side by side, and what comes back from them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from pyparallel import env
+from pyparallel.check_devices import MemoryOwners
 from pyparallel.devices import Device
 from pyparallel.dispatch import Dispatcher
+from pyparallel.profiling import Steps
 
 
 def parallel_apply(
@@ -17,6 +20,7 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]],
     devices: Sequence[Device],
     dispatcher: Dispatcher | None = None,
+    steps: Steps | None = None,
 ) -> list[Any]:
     """Calls each module with its inputs on its device.
 
@@ -32,6 +36,7 @@ def parallel_apply(
         dispatcher: Decides who runs when and in which thread. Default: a thread for each of several
             GPUs, which runs its ranks in turn; virtual devices, or one GPU, in turn in the calling
             thread.
+        steps: Measures how long each rank takes.
 
     Returns:
         The outputs in the order of ranks.
@@ -55,9 +60,15 @@ def parallel_apply(
     outputs: list[Any] = [None] * len(modules)
     errors: dict[int, BaseException] = {}
 
+    checked: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    if devices[0].kind == "cpu" and env.check_devices():
+        arguments = list(zip(inputs, kwargs_tup, strict=True))
+        checked = MemoryOwners(modules, arguments, devices).checked
+
     def run(rank: int) -> None:
         args = inputs[rank] if isinstance(inputs[rank], (list, tuple)) else (inputs[rank],)
-        with _current_device(devices[rank]):
+        measured = steps.rank(devices[rank]) if steps is not None else nullcontext()
+        with _current_device(devices[rank]), checked(rank), measured:
             outputs[rank] = modules[rank](*args, **kwargs_tup[rank])
 
     def failed(rank: int, error: BaseException) -> None:

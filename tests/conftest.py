@@ -1,0 +1,82 @@
+"""Devices for the tests: virtual ones, or the ranks of PYPARALLEL_TEST_DEVICES=cuda:0,cuda:0,..."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from pyparallel.communicator import Communicator, get_communicator
+from pyparallel.devices import resolve_devices
+
+# A rank that never arrives fails its test long before the limit of the test.
+os.environ.setdefault("PYPARALLEL_TIMEOUT_MS", "20000")
+# A replica that uses another rank's memory fails, as it would on GPUs.
+os.environ.setdefault("PYPARALLEL_CHECK_DEVICES", "1")
+
+
+def _test_devices(n: int) -> list[str]:
+    named = os.environ.get("PYPARALLEL_TEST_DEVICES")
+    if not named:
+        return [f"cpu:{i}" for i in range(n)]
+    # Fewer names than ranks: they are used again, since ranks may share a GPU.
+    names = named.split(",")
+    return [names[i % len(names)] for i in range(n)]
+
+
+@pytest.fixture
+def make_devices() -> Callable[[int], list[str]]:
+    """Returns a function from a number of ranks to their devices."""
+    return _test_devices
+
+
+@pytest.fixture(params=[1, 2, 3, 4, 5], ids=lambda n: f"ranks{n}")
+def ranks(request: pytest.FixtureRequest) -> int:
+    """The number of ranks of a test."""
+    return int(request.param)
+
+
+@pytest.fixture
+def devices(ranks: int) -> list[str]:
+    """The devices of the test's ranks."""
+    return _test_devices(ranks)
+
+
+@pytest.fixture
+def put() -> Callable[[torch.Tensor, str], torch.Tensor]:
+    """Returns a function that copies a tensor to the device of a rank, keeping its strides."""
+
+    def copy(tensor: torch.Tensor, device: str) -> torch.Tensor:
+        where = "cpu" if device.startswith("cpu") else device
+        moved = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=where
+        )
+        return moved.copy_(tensor)
+
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def no_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests say themselves what PYPARALLEL_VIRTUAL_DEVICES is."""
+    monkeypatch.delenv("PYPARALLEL_VIRTUAL_DEVICES", raising=False)
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Makes torch fill new memory with NaN or the largest integer: nothing is right by luck."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def comm(devices: list[str]) -> Communicator:
+    """The communicator of the devices of the test."""
+    return get_communicator(resolve_devices(devices))
+
+
+@pytest.fixture(params=["first", "last"])
+def root(request: pytest.FixtureRequest, ranks: int) -> int:
+    """The first or the last rank."""
+    return 0 if request.param == "first" else ranks - 1
