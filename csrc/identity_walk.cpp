@@ -22,12 +22,10 @@ bool is_entries_name(PyObject* key) {
 
 bool is_container(PyObject* object) { return PyDict_Check(object) || PyList_CheckExact(object); }
 
-void append(References& items, PyObject* item) { items.push_back(Py_NewRef(item)); }
-
 void append_items(References& items, PyObject* container) {
   if (PyList_CheckExact(container)) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(container); ++i) {
-      append(items, PyList_GET_ITEM(container, i));
+      items.add(PyList_GET_ITEM(container, i));
     }
     return;
   }
@@ -35,8 +33,8 @@ void append_items(References& items, PyObject* container) {
   PyObject* key = nullptr;
   PyObject* value = nullptr;
   while (PyDict_Next(container, &position, &key, &value)) {
-    append(items, key);
-    append(items, value);
+    items.add(key);
+    items.add(value);
   }
 }
 
@@ -59,33 +57,22 @@ bool same_items(PyObject* const* begin, PyObject* const* end, PyObject* containe
   return begin == end;
 }
 
-int visit_all(const References& references, visitproc visit, void* arg) {
-  for (PyObject* reference : references) Py_VISIT(reference);
-  return 0;
-}
-
-// The vector is empty before any destructor runs, because those may call back.
-void release_all(References& references) {
-  References released;
-  released.swap(references);
-  for (PyObject* reference : released) Py_XDECREF(reference);
-}
-
-// Calls a getter or a method without arguments. Returns a new reference.
+// Calls a getter or a method, which needs no arguments. Returns a new reference.
 PyObject* read(PyObject* descriptor, PyObject* object) {
   if (Py_IS_TYPE(descriptor, &PyGetSetDescr_Type)) {
     const PyGetSetDef* getset = reinterpret_cast<PyGetSetDescrObject*>(descriptor)->d_getset;
     return getset->get(object, getset->closure);
   }
-  return reinterpret_cast<PyMethodDescrObject*>(descriptor)->d_method->ml_meth(object, nullptr);
+  const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(descriptor)->d_method;
+  if (method->ml_flags == METH_NOARGS) return method->ml_meth(object, nullptr);
+  return PyObject_CallOneArg(descriptor, object);
 }
 
 bool is_readable(PyObject* descriptor) {
   if (Py_IS_TYPE(descriptor, &PyGetSetDescr_Type)) {
     return reinterpret_cast<PyGetSetDescrObject*>(descriptor)->d_getset->get != nullptr;
   }
-  return Py_IS_TYPE(descriptor, &PyMethodDescr_Type) &&
-         reinterpret_cast<PyMethodDescrObject*>(descriptor)->d_method->ml_flags == METH_NOARGS;
+  return Py_IS_TYPE(descriptor, &PyMethodDescr_Type);
 }
 
 bool equal(PyObject* a, PyObject* b) {
@@ -117,15 +104,21 @@ py::custom_type_setup with_gc() {
 
 }  // namespace
 
-IdentitySnapshot::IdentitySnapshot(const py::list& objects) {
-  records_.resize(objects.size());
-  for (Py_ssize_t i = 0; i < static_cast<Py_ssize_t>(records_.size()); ++i) {
-    records_[i].object = Py_NewRef(PyList_GET_ITEM(objects.ptr(), i));
-    update(i);
-  }
+int References::visit(visitproc visit, void* arg) const {
+  for (PyObject* item : items_) Py_VISIT(item);
+  return 0;
 }
 
-IdentitySnapshot::~IdentitySnapshot() { clear(); }
+// The vector is empty before any destructor runs, because those may call back.
+void References::clear() {
+  std::vector<PyObject*> released;
+  released.swap(items_);
+  for (PyObject* item : released) Py_DECREF(item);
+}
+
+IdentitySnapshot::IdentitySnapshot(const py::list& objects) {
+  for (py::handle object : objects) records_.push_back(look(object.ptr()));
+}
 
 Py_ssize_t IdentitySnapshot::check(Py_ssize_t start) const {
   for (Py_ssize_t i = start; i < static_cast<Py_ssize_t>(records_.size()); ++i) {
@@ -138,48 +131,48 @@ void IdentitySnapshot::update(Py_ssize_t index) {
   if (index < 0 || index >= static_cast<Py_ssize_t>(records_.size())) {
     throw py::index_error(message("got index ", index, " for ", records_.size(), " objects"));
   }
-  Record taken;
-  taken.object = records_[index].object;
-  take(taken.object, taken);
-  std::swap(records_[index], taken);
-  taken.object = nullptr;
-  release(taken);
+  Record seen = look(records_[index].items[0]);
+  std::swap(records_[index], seen);
 }
 
-void IdentitySnapshot::take(PyObject* object, Record& record) {
-  record.type = Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(object)));
+IdentitySnapshot::Record IdentitySnapshot::look(PyObject* object) {
+  Record record;
+  record.items.add(object);
+  record.items.add(reinterpret_cast<PyObject*>(Py_TYPE(object)));
   if (is_container(object)) {
     append_items(record.items, object);
-    record.containers.push_back({object, static_cast<Py_ssize_t>(record.items.size())});
-    return;
+    record.containers.push_back({object, record.items.size()});
+    return record;
   }
   const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
   throw_if_null(dict.ptr());
   append_items(record.items, dict.ptr());
-  const auto attributes_end = static_cast<Py_ssize_t>(record.items.size());
+  const size_t attributes_end = record.items.size();
   record.containers.push_back({nullptr, attributes_end});
-  for (Py_ssize_t i = 0; i < attributes_end; i += 2) {
+  for (size_t i = 2; i < attributes_end; i += 2) {
     PyObject* value = record.items[i + 1];
     if (PyDict_Check(value) && is_entries_name(record.items[i])) {
       append_items(record.items, value);
-      record.containers.push_back({value, static_cast<Py_ssize_t>(record.items.size())});
+      record.containers.push_back({value, record.items.size()});
     }
   }
+  return record;
 }
 
 bool IdentitySnapshot::unchanged(const Record& record) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(record.object)) != record.type) return false;
-  PyObject* const* item = record.items.data();
-  PyObject* const* const items = item;
+  PyObject* const* const items = record.items.data();
+  PyObject* const object = items[0];
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != items[1]) return false;
+  PyObject* const* item = items + 2;
   for (const Container& container : record.containers) {
     PyObject* const* const end = items + container.end;
     if (container.object != nullptr) {
       // Of a module: one of the items just compared, so it is still the same dict.
       if (!same_items(item, end, container.object)) return false;
     } else {
-      // Not a pointer kept from the snapshot: the dict itself may have been replaced.
+      // Asked for each time, because the dict itself may have been replaced.
       const auto dict =
-          py::reinterpret_steal<py::object>(PyObject_GenericGetDict(record.object, nullptr));
+          py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
       throw_if_null(dict.ptr());
       if (!same_items(item, end, dict.ptr())) return false;
     }
@@ -188,18 +181,9 @@ bool IdentitySnapshot::unchanged(const Record& record) {
   return true;
 }
 
-void IdentitySnapshot::release(Record& record) {
-  record.containers.clear();
-  Py_CLEAR(record.type);
-  release_all(record.items);
-  Py_CLEAR(record.object);
-}
-
 int IdentitySnapshot::visit(visitproc visit, void* arg) const {
   for (const Record& record : records_) {
-    Py_VISIT(record.object);
-    Py_VISIT(record.type);
-    if (const int stop = visit_all(record.items, visit, arg)) return stop;
+    if (const int stop = record.items.visit(visit, arg)) return stop;
   }
   return 0;
 }
@@ -207,41 +191,38 @@ int IdentitySnapshot::visit(visitproc visit, void* arg) const {
 void IdentitySnapshot::clear() {
   std::vector<Record> released;
   released.swap(records_);
-  for (Record& record : released) release(record);
 }
 
 AttributeSnapshot::AttributeSnapshot(const py::list& objects, const py::list& descriptors) {
   for (py::handle descriptor : descriptors) {
     if (!is_readable(descriptor.ptr())) {
       throw py::type_error(message(std::string(py::repr(descriptor)),
-                                   " is no attribute or method without arguments of a C type"));
+                                   " is no attribute or method of a C type"));
     }
-    append(descriptors_, descriptor.ptr());
+    descriptors_.add(descriptor.ptr());
   }
   for (py::handle object : objects) {
-    for (PyObject* descriptor : descriptors_) {
-      auto* type = PyDescr_TYPE(descriptor);
+    for (size_t d = 0; d < descriptors_.size(); ++d) {
+      auto* type = PyDescr_TYPE(descriptors_[d]);
       if (!PyObject_TypeCheck(object.ptr(), type)) {
-        throw py::type_error(
-            message("expected a ", type->tp_name, ", but got a ", Py_TYPE(object.ptr())->tp_name));
+        throw py::type_error(message("expected a ", type->tp_name, ", but got a ",
+                                     Py_TYPE(object.ptr())->tp_name));
       }
-      PyObject* value = read(descriptor, object.ptr());
-      throw_if_null(value);
-      values_.push_back(value);
+      const auto value = py::reinterpret_steal<py::object>(read(descriptors_[d], object.ptr()));
+      throw_if_null(value.ptr());
+      values_.add(value.ptr());
     }
-    append(objects_, object.ptr());
+    objects_.add(object.ptr());
   }
 }
 
-AttributeSnapshot::~AttributeSnapshot() { clear(); }
-
 Py_ssize_t AttributeSnapshot::check() const {
-  PyObject* const* expected = values_.data();
+  const size_t ndescriptors = descriptors_.size();
   for (size_t i = 0; i < objects_.size(); ++i) {
-    for (PyObject* descriptor : descriptors_) {
-      const auto value = py::reinterpret_steal<py::object>(read(descriptor, objects_[i]));
+    for (size_t d = 0; d < ndescriptors; ++d) {
+      const auto value = py::reinterpret_steal<py::object>(read(descriptors_[d], objects_[i]));
       throw_if_null(value.ptr());
-      if (!equal(value.ptr(), *expected++)) return static_cast<Py_ssize_t>(i);
+      if (!equal(value.ptr(), values_[i * ndescriptors + d])) return static_cast<Py_ssize_t>(i);
     }
   }
   return -1;
@@ -249,15 +230,15 @@ Py_ssize_t AttributeSnapshot::check() const {
 
 int AttributeSnapshot::visit(visitproc visit, void* arg) const {
   for (const References* references : {&objects_, &descriptors_, &values_}) {
-    if (const int stop = visit_all(*references, visit, arg)) return stop;
+    if (const int stop = references->visit(visit, arg)) return stop;
   }
   return 0;
 }
 
 void AttributeSnapshot::clear() {
-  release_all(objects_);
-  release_all(descriptors_);
-  release_all(values_);
+  objects_.clear();
+  descriptors_.clear();
+  values_.clear();
 }
 
 Py_ssize_t reference_count(const py::list& objects) {

@@ -12,8 +12,27 @@
 
 namespace pyparallel {
 
-// A reference that is visible to the garbage collector through its owner's visit().
-using References = std::vector<PyObject*>;
+// References that count, and that the garbage collector sees through visit().
+class References {
+ public:
+  References() = default;
+  ~References() { clear(); }
+  References(References&& other) noexcept { items_.swap(other.items_); }
+  References& operator=(References&& other) noexcept {
+    items_.swap(other.items_);
+    return *this;
+  }
+
+  void add(PyObject* item) { items_.push_back(Py_NewRef(item)); }
+  size_t size() const { return items_.size(); }
+  PyObject* operator[](size_t i) const { return items_[i]; }
+  PyObject* const* data() const { return items_.data(); }
+  int visit(visitproc visit, void* arg) const;
+  void clear();
+
+ private:
+  std::vector<PyObject*> items_;
+};
 
 // What modules, lists and dicts contained when they were last looked at.
 //
@@ -22,9 +41,6 @@ using References = std::vector<PyObject*>;
 class IdentitySnapshot {
  public:
   explicit IdentitySnapshot(const pybind11::list& objects);
-  ~IdentitySnapshot();
-  IdentitySnapshot(const IdentitySnapshot&) = delete;
-  IdentitySnapshot& operator=(const IdentitySnapshot&) = delete;
 
   // The first object from `start` on that differs from what was seen, or -1.
   Py_ssize_t check(Py_ssize_t start) const;
@@ -37,33 +53,27 @@ class IdentitySnapshot {
 
  private:
   struct Container {
-    PyObject* object;  // the dict or list, borrowed; null for a module's __dict__
-    Py_ssize_t end;    // where its items end in Record::items
+    PyObject* object;  // the dict or list; null for a module's __dict__
+    size_t end;        // where its items end in Record::items
   };
   struct Record {
-    PyObject* object = nullptr;
-    PyObject* type = nullptr;
-    References items;
+    References items;  // the object, its type, the items of its containers
     std::vector<Container> containers;
   };
 
-  static void take(PyObject* object, Record& record);
+  static Record look(PyObject* object);
   static bool unchanged(const Record& record);
-  static void release(Record& record);
 
   std::vector<Record> records_;
 };
 
-// The values that attributes and methods without arguments had on some objects.
+// The values that attributes, and methods that need no arguments, had on some objects.
 //
-// Each is given as the descriptor of the type that defines it, which is called directly: that takes
-// a third of the time of an attribute access.
+// Each is given as the descriptor of the C type that defines it, which is called directly: that
+// takes about half the time of an attribute access.
 class AttributeSnapshot {
  public:
   AttributeSnapshot(const pybind11::list& objects, const pybind11::list& descriptors);
-  ~AttributeSnapshot();
-  AttributeSnapshot(const AttributeSnapshot&) = delete;
-  AttributeSnapshot& operator=(const AttributeSnapshot&) = delete;
 
   // The first object with a value that does not equal the one seen, or -1.
   Py_ssize_t check() const;

@@ -14,6 +14,19 @@ from pyparallel.rewire import rewire
 M = TypeVar("M", bound=nn.Module)
 
 
+class PerObject:
+    """A place for what belongs to one object, and must not go with its attributes to a copy."""
+
+    def __init__(self) -> None:
+        self.content: Any = None
+
+    def __deepcopy__(self, memo: Any) -> "PerObject":
+        return PerObject()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerObject, ()
+
+
 def own_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
     """Returns every parameter and buffer once.
 
@@ -29,9 +42,15 @@ def as_type_of(original: Tensor, output: Tensor) -> Tensor:
     """Makes the copy of a parameter a parameter, without the constructor, which would detach it."""
     if output is not original and isinstance(original, nn.Parameter):
         output.__class__ = type(original)
-        if original.__dict__:
-            output.__dict__.update(original.__dict__)
+        copy_attributes(original, output)
     return output
+
+
+def copy_attributes(original: Tensor, output: Tensor) -> None:
+    """Gives the copy of a parameter the Python attributes of the original, and no others."""
+    if isinstance(original, nn.Parameter) and (original.__dict__ or output.__dict__):
+        output.__dict__.clear()
+        output.__dict__.update(original.__dict__)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -62,6 +81,9 @@ def fill_shell(module: nn.Module, replica: nn.Module) -> None:
     state.clear()
     state.update(module.__dict__)
     state["_is_replica"] = True
+    for name, value in module.__dict__.items():
+        if type(value) is PerObject:
+            state[name] = PerObject()
 
 
 def bind(
