@@ -19,6 +19,10 @@ class Contents:
         """A byte for each module: is it in training mode?"""
         return bytes([ref().training for ref in self._modules])  # type: ignore[union-attr]
 
+    def may_draw(self) -> bool:
+        """Whether a module is known to draw random numbers, such as dropout in training."""
+        return any(_draws(ref()) for ref in self._modules)
+
     def compiled(self) -> bool:
         """Whether there is code of torch.compile, ``Module.compile`` or torch.jit."""
         return self._has_compiled or any(
@@ -37,3 +41,12 @@ def _is_compiled(module: nn.Module) -> bool:
         return True
     functions = (type(module).forward, *module.__dict__.values())
     return any(hasattr(function, "_torchdynamo_orig_callable") for function in functions)
+
+
+def _draws(module: nn.Module | None) -> bool:
+    if module is None or not module.training:
+        return False
+    # Recurrent and attention modules, and many of other packages, have the rate as an attribute.
+    rate = module.__dict__.get("dropout")
+    has_rate = isinstance(rate, (int, float)) and rate > 0
+    return has_rate or isinstance(module, (nn.modules.dropout._DropoutNd, nn.RReLU))

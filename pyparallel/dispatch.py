@@ -30,13 +30,14 @@ class Dispatcher:
     - "sequential": one after the other in the calling thread, in the order of ranks.
     - "threads": in workers. Each GPU has one, which runs its ranks in turn. Virtual devices have
       as many as there are CPUs, at most one a rank, and each runs one rank after the other.
-    - "auto": whichever of the two is faster, see ``Timing``, as far as it makes no difference to
-      results. Calls are timed by classes: grad mode, training or not, and size of the inputs within
-      a factor of two. Both kinds of timed calls run in workers with equally many CPU threads,
-      because torch's sums depend on that number. Sequential without timing, in the calling thread
-      with all its CPU threads: the first call of a class, and all its calls if ranks draw from a
-      random generator that they share; and calls that a dispatch or torch-function mode or a
-      profiler looks at.
+    - "auto": whichever of the two is faster, see ``Timing``, as far as that makes no difference to
+      results. Calls are timed by classes: grad mode, which modules are training, number of ranks,
+      and size of the inputs within a factor of two. All calls of a class run in workers with
+      equally many CPU threads, because torch's sums depend on that number. They are sequential as
+      soon as ranks have drawn from a random generator that they share. Nothing is timed, and the
+      calling thread runs the ranks with all its CPU threads, if virtual devices run modules that
+      draw, such as dropout in training; while a mode or a profiler looks at every operator; and
+      where only one rank at once could run.
 
     Whatever is chosen:
 
@@ -101,40 +102,21 @@ class Dispatcher:
             take(_in_caller(devices), _FIRST_PATIENCE)
             return
         lanes = self._at_once(devices)
+        one_by_one = [Lane(tuple(range(len(devices))), 1, lanes[0].workers, lanes[0].share)]
         if self._needs_compilation(modules[0], arguments):
-            one_by_one = _in_one_worker(devices, lanes[0].share)
             take(one_by_one, env.timeout_ms() / 1000)
         elif self.dispatch == "threads":
             take(lanes, PATIENCE)
         elif observed() or sum(lane.width for lane in lanes) == 1:
             take(_in_caller(devices), _FIRST_PATIENCE)
         else:
-            self._run_timed(take, lanes, self._timing(modules[0], arguments, devices), devices)
-
-    def _run_timed(
-        self,
-        take: Callable[[Sequence[Lane], float], None],
-        at_once: Sequence[Lane],
-        timing: Timing | None,
-        devices: Sequence[Device],
-    ) -> None:
-        if timing is None or timing.order_matters:
-            take(_in_caller(devices), _FIRST_PATIENCE)
-            return
-        way = timing.next_way()
-        generators = SharedGenerators(torch_only=timing.decided)
-        start = time.perf_counter()
-        if way == "first":
-            take(_in_caller(devices), _FIRST_PATIENCE)
-        elif way == "threads":
-            take(at_once, PATIENCE)
-        else:
-            take(_in_one_worker(devices, at_once[0].share), _FIRST_PATIENCE)
-        seconds = time.perf_counter() - start
-        if generators.moved():
-            timing.order_matters = True
-        else:
-            timing.add(way, seconds)
+            timing = self._timing(modules[0], arguments, devices)
+            if timing is None:
+                take(one_by_one, _FIRST_PATIENCE)
+            elif timing.may_draw:
+                take(_in_caller(devices), _FIRST_PATIENCE)
+            else:
+                _run_timed(take, lanes, one_by_one, timing)
 
     def _at_once(self, devices: Sequence[Device]) -> list[Lane]:
         """One lane for each physical device."""
@@ -162,7 +144,10 @@ class Dispatcher:
         key = *modes, self._contents_of(module).training(), len(devices), size
         timing = self._timings.get(key)
         if timing is None and len(self._timings) < _MAX_CLASSES:
-            timing = self._timings.setdefault(key, Timing())
+            # Each GPU has a generator of its own.
+            on_cpu = devices[0].kind == "cpu"
+            may_draw = on_cpu and self._contents_of(module).may_draw()
+            timing = self._timings.setdefault(key, Timing(may_draw))
         return timing
 
     def _needs_compilation(self, module: nn.Module, arguments: Any) -> bool:
@@ -186,8 +171,23 @@ def _in_caller(devices: Sequence[Device]) -> list[Lane]:
     return [Lane(tuple(range(len(devices))), 1, None, torch.get_num_threads())]
 
 
-def _in_one_worker(devices: Sequence[Device], share: int) -> list[Lane]:
-    return [Lane(tuple(range(len(devices))), 1, "all", share)]
+def _run_timed(
+    take: Callable[[Sequence[Lane], float], None],
+    at_once: Sequence[Lane],
+    one_by_one: Sequence[Lane],
+    timing: Timing,
+) -> None:
+    way = timing.next_way()
+    generators = None if timing.draws else SharedGenerators(torch_only=timing.decided)
+    start = time.perf_counter()
+    if way == "threads":
+        take(at_once, PATIENCE)
+    else:
+        take(one_by_one, _FIRST_PATIENCE)
+    seconds = time.perf_counter() - start
+    if generators is not None:
+        timing.draws = generators.moved()
+        timing.add(way, seconds)
 
 
 def _tensors(arguments: Any) -> Iterable[Tensor]:

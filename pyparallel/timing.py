@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Literal
 
-Way = Literal["first", "threads", "sequential"]
+Way = Literal["threads", "sequential"]
 
 # Of each way, after one call to warm up, in turn, so that a load that comes and goes meets both.
 _SAMPLES = 5
@@ -17,25 +17,30 @@ _CALLS_BETWEEN = 2000
 class Timing:
     """Says which way the next call goes, from how long the calls before took.
 
+    Args:
+        may_draw: See the attribute.
+
     Attributes:
-        order_matters: Set by the user of the class: ranks must run one after the other.
+        may_draw: Whether a module is known to draw random numbers; then nothing is measured.
+        draws: Whether one was seen to draw. Set by the user of the class.
         decided: Whether it is not measuring.
     """
 
-    def __init__(self) -> None:
-        self.order_matters = False
+    def __init__(self, may_draw: bool) -> None:
+        self.may_draw = may_draw
+        self.draws = False
         self.decided = False
         self._choice: Way = "sequential"
-        self._calls = -1
+        self._calls = 0
         self._seconds: dict[Way, list[float]] = {"threads": [], "sequential": []}
 
     def next_way(self) -> Way:
-        """Returns how to run the next call; the very first is not for measuring."""
+        """Returns how to run the next call."""
+        if self.draws:
+            return "sequential"
         if self.decided:
             return self._choice
-        if self._calls < 0:
-            return "first"
-        return "sequential" if self._calls % 2 else "threads"
+        return "threads" if self._calls % 2 else "sequential"
 
     def add(self, way: Way, seconds: float) -> None:
         """Takes the time of a call."""
