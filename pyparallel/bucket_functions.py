@@ -25,6 +25,7 @@ from pyparallel.functions import (
     set_sequence_number,
 )
 from pyparallel.gradient_bucket import GradientBucket
+from pyparallel.profiling import reducing
 
 
 class BucketNodes:
@@ -80,7 +81,8 @@ class Gate(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Waits for the sums."""
-        ctx.bucket.wait()
+        with reducing():
+            ctx.bucket.wait()
         return (None, *grads)
 
 
@@ -105,7 +107,7 @@ class Bucket(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Launches the sum of the gradients of all ranks."""
         bucket: GradientBucket = ctx.bucket
-        with on_streams(ctx.streams):
+        with on_streams(ctx.streams), reducing():
             if torch.is_grad_enabled():
                 return (None, None, *reduce_add(bucket.communicator, bucket.count, grads))
             gate = ctx.next_functions[0][0]

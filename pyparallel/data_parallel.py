@@ -19,6 +19,7 @@ from pyparallel.devices import Device, DeviceLike, resolve_devices
 from pyparallel.dispatch import Dispatch, Dispatcher
 from pyparallel.engine import Engine
 from pyparallel.parallel_apply import parallel_apply
+from pyparallel.profiling import Steps
 from pyparallel.replicate import check_not_modified, replicate
 from pyparallel.scatter_gather import gather, scatter_kwargs
 from pyparallel.shells import PerObject
@@ -134,6 +135,7 @@ class DataParallel(nn.DataParallel[T]):
         devices = _present_devices(device_ids)
         self.module = module
         self.dim = dim
+        self._steps = Steps(f"DataParallel({type(module).__name__})")
         self._engine = PerObject()
         self._stats_base = PerObject()
         self.device_ids = [device.index for device in devices]
@@ -148,25 +150,37 @@ class DataParallel(nn.DataParallel[T]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on all devices."""
-        with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self.device_ids:
-                return self.module(*inputs, **kwargs)
-            if len(self.device_ids) == 1:
-                self._check_device()
-            args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            if not args and not module_kwargs:
-                # Without any input the module runs once.
-                args, module_kwargs = ((),), ({},)
-            if len(self.device_ids) == 1:
-                return self.module(*args[0], **module_kwargs[0])
-            outputs = self._run_replicas(args, module_kwargs)
-            return self.gather(outputs, self.output_device)
+        if torch.compiler.is_compiling():
+            return self._forward(inputs, kwargs)
+        with self._steps.forward():
+            return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.device_ids:
+            return self.module(*inputs, **kwargs)
+        if len(self.device_ids) == 1:
+            self._check_device()
+        args, module_kwargs = self._part("scatter", self.scatter, inputs, kwargs, self.device_ids)
+        if not args and not module_kwargs:
+            # Without any input the module runs once.
+            args, module_kwargs = ((),), ({},)
+        if len(self.device_ids) == 1:
+            return self.module(*args[0], **module_kwargs[0])
+        outputs = self._run_replicas(args, module_kwargs)
+        return self._part("gather", self.gather, outputs, self.output_device)
+
+    @_untraced
+    def _part(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        with self._steps.part(name):
+            return method(*args)
 
     @_untraced
     def _run_replicas(self, inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> list[Any]:
-        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+        with self._steps.part("replicate"):
+            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
         try:
-            return self.parallel_apply(replicas, inputs, kwargs)
+            with self._steps.part("parallel_apply"):
+                return self.parallel_apply(replicas, inputs, kwargs)
         finally:
             engine = self._engine.content
             if engine is not None:
@@ -228,7 +242,7 @@ class DataParallel(nn.DataParallel[T]):
     ) -> list[Any]:
         """Returns what each replica makes of its arguments; see ``parallel_apply``."""
         devices = self._devices(self.device_ids[: len(replicas)])
-        outputs = parallel_apply(replicas, inputs, kwargs, devices, self._dispatcher)
+        outputs = parallel_apply(replicas, inputs, kwargs, devices, self._dispatcher, self._steps)
         if self._engine.content is not None:
             self._engine.content.check_not_modified(replicas[0])
         return outputs

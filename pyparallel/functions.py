@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyparallel.communicator import Communicator
+from pyparallel.profiling import reducing
 
 Rows = list[list[Tensor]]
 OptionalRows = list[list[Tensor | None]]
@@ -100,7 +101,7 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Sums the gradients of all ranks."""
-        with on_streams(ctx.streams):
+        with on_streams(ctx.streams), reducing():
             if torch.is_grad_enabled():
                 sums = reduce_add(ctx.communicator, ctx.count, grads)
             else:
