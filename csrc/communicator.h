@@ -62,7 +62,7 @@ class Communicator {
                        void* destination, DType dtype, std::vector<StreamHandle> streams,
                        std::string algorithm);
   // Returns when the sum of the ticket is done. Throws Error if it failed, or if no queued sum was
-  // finished for the timeout; then it is still queued. A failure that no wait() has raised is
+  // finished for twice the timeout; then it is still queued. A failure that no wait() has raised is
   // raised by the next call, synchronize() or close().
   void wait(u64 ticket);
   // destinations[r] may be sources[r].

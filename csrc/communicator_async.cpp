@@ -47,7 +47,9 @@ void Communicator::wait(u64 ticket) {
   auto* const thread = backend_->communication_thread();
   PP_CHECK_ARG(thread, "wait: ticket ", ticket, " is none of ", backend_->name(),
                " devices, whose sums have ticket 0");
-  thread->wait(ticket, options_.timeout_ms);
+  // A flag-ordered sum gives up by itself after the timeout; twice that leaves it the time to say
+  // so.
+  thread->wait(ticket, 2 * options_.timeout_ms);
 }
 
 }  // namespace pyparallel

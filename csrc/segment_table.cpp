@@ -24,7 +24,8 @@ SegmentTable::SegmentTable(Communicator& communicator, u32 root, std::vector<Seg
   const auto lock = lock_launches();
   communicator_.check_open();
   sender_ = communicator_.backend_->make_segment_sender(
-      {nranks, root, std::move(segments), std::move(flats)});
+      {nranks, root, std::move(segments), std::move(flats), communicator_.options_.stage_slot_bytes,
+       communicator_.options_.timeout_ms * 1'000'000});
 }
 
 SegmentTable::~SegmentTable() {

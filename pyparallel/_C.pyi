@@ -79,8 +79,8 @@ class Communicator:
     def wait(self, ticket: int) -> None:
         """Returns when the sum is done; raises RuntimeError, every time, if it failed.
 
-        Also if no queued sum was finished for timeout_ms; then it is still queued. A failure that
-        no wait has raised is raised once by the next call, ``synchronize`` or ``close``.
+        Also if no queued sum was finished for 2 * timeout_ms; then it is still queued. A failure
+        that no wait has raised is raised once by the next call, ``synchronize`` or ``close``.
         """
 
     def all_reduce(

@@ -14,6 +14,8 @@ struct SendTable {
   u32 nranks, root;
   std::vector<Segment> segments;
   std::vector<void*> flats;
+  u64 slot_bytes;  // of stages, where the backend needs them; a multiple of 128
+  u64 timeout_ns;  // for half of each wait for the device
 };
 
 // Bytes over all ranks.

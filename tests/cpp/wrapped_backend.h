@@ -37,6 +37,9 @@ class WrappedBackend : public Backend {
   void write(u32 rank, void* to, const void* from, u64 bytes) override {
     host_->write(rank, to, from, bytes);
   }
+  void read(u32 rank, void* to, const void* from, u64 bytes) override {
+    host_->read(rank, to, from, bytes);
+  }
   void begin(std::span<const StreamHandle> callers) override {
     ++launches;
     host_->begin(callers);

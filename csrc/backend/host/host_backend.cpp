@@ -34,6 +34,8 @@ void HostBackend::write(u32, void* to, const void* from, u64 bytes) {
   std::memcpy(to, from, bytes);
 }
 
+void HostBackend::read(u32, void* to, const void* from, u64 bytes) { std::memcpy(to, from, bytes); }
+
 u32 HostBackend::max_channels() const { return kMaxFlagChannels; }
 
 // Whatever a call that failed had left is dropped.

@@ -17,6 +17,7 @@ class HostBackend final : public Backend {
   void* allocate_host(u64 bytes) override;
   void release_host(void* memory) noexcept override;
   void write(u32 rank, void* to, const void* from, u64 bytes) override;
+  void read(u32 rank, void* to, const void* from, u64 bytes) override;
 
   void begin(std::span<const StreamHandle> callers) override;
   void launch(u32 rank, std::span<const Task> tasks) override;
