@@ -14,6 +14,7 @@ from torch import nn
 
 from pyparallel import _C
 from pyparallel.detection import ModuleState
+from pyparallel.mirror import mirror
 from pyparallel.owned import OwnedTensors
 from pyparallel.rank_values import RankValues
 from pyparallel.rewire import containers_in
@@ -145,6 +146,7 @@ class ReplicaTree:
         shell = shell or self._all[position]
         fill_shell(module, shell)
         bind(module, shell, self._state.rewired[i], self._substitutes[rank])
+        mirror(shell)
 
     def _renew_substitutes(self) -> None:
         originals = list(map(id, self._state.originals))

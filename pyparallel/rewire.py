@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from pyparallel.mirror import without_mirror
+
 # A list that holds itself ends here.
 _MAX_DEPTH = 8
 
@@ -38,7 +40,7 @@ def attributes_to_rewire(module: nn.Module, tree: Iterable[Any]) -> list[str]:
     substitutes = {id(value): placeholder for value in tree}
     return [
         name
-        for name, value in module.__dict__.items()
+        for name, value in without_mirror(module.__dict__).items()
         if name not in _BOUND_ELSEWHERE and rewire(value, substitutes) is not value
     ]
 
@@ -51,7 +53,7 @@ def containers_of(module: nn.Module, rewired: Collection[str]) -> list[Any]:
         rewired: Its attributes that lead into the tree. Long containers are of interest here only.
     """
     found: list[Any] = []
-    for name, value in module.__dict__.items():
+    for name, value in without_mirror(module.__dict__).items():
         if name not in _BOUND_ELSEWHERE:
             limit = None if name in rewired else _MAX_WATCHED_ENTRIES
             _collect_containers(value, found, limit, 0)

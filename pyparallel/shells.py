@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from pyparallel.mirror import without_mirror
 from pyparallel.rewire import rewire
 
 M = TypeVar("M", bound=nn.Module)
@@ -79,7 +80,7 @@ def fill_shell(module: nn.Module, replica: nn.Module) -> None:
     # user's module, which then loses its parameters.
     state = replica.__dict__
     state.clear()
-    state.update(module.__dict__)
+    state.update(without_mirror(module.__dict__))
     state["_is_replica"] = True
     for name, value in module.__dict__.items():
         if type(value) is PerObject:
@@ -106,7 +107,7 @@ def bind(
         return
     state = replica.__dict__
     for kind in ("_modules", "_parameters", "_buffers"):
-        entries = copy.copy(module.__dict__[kind])
+        entries = copy.copy(module.__dict__[kind])  # a mirror's copy is a dict
         for key, value in entries.items():
             if value is not None:
                 entries[key] = substitutes.get(id(value), value)
