@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -121,16 +122,25 @@ def test_copies_of_a_wrapper_measure_anew(threads_win):
 # ---- what must not depend on timing --------------------------------------------------------------
 
 
+def late(x):
+    """Lets the first rank come after the others, if it does not run before them."""
+    if x.flatten()[0] == 0:
+        time.sleep(0.005)
+
+
 def dropout(module, x):
+    late(x)
     return torch.nn.functional.dropout(module.linear(x))
 
 
 def python_noise(module, x):
-    return x * random.random()
+    late(x)
+    return (x + 1) * random.random()
 
 
 def numpy_noise(module, x):
-    return x * np.random.rand()
+    late(x)
+    return (x + 1) * np.random.rand()
 
 
 def sometimes(module, x):
@@ -143,7 +153,7 @@ def sometimes(module, x):
 def test_shared_generators_are_used_in_order(draw, train, threads_win):
     """Ranks that draw at once would get other numbers each time."""
     dp = wrap(draw).train(train)
-    x = torch.ones(64, 4)
+    x = torch.arange(256.0).reshape(64, 4)
 
     def seeded():
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -198,17 +208,27 @@ def test_sums_do_not_depend_on_the_way(threads_win):
 @pytest.mark.parametrize("dispatch", WAYS)
 def test_checkpoint_around_the_wrapper(dispatch, threads_win):
     """Forward and recomputation save tensors in the same order, in the thread with the hooks."""
-    dp = wrap(lambda module, x: torch.tanh(module.linear(x)), dispatch=dispatch)
-    x = torch.randn(8, 4)
+
+    def forward(module, x):
+        calls.append(1)
+        # In forward the first rank would be late, in recomputation the second.
+        if x[0, 0] == (0 if len(calls) <= 2 else 4):
+            time.sleep(0.02)
+        return torch.tanh(module.linear(x))
+
+    calls = []
+    dp = wrap(forward, 2, dispatch)
+    x = torch.arange(8.0).reshape(2, 4)
     for _ in range(ENOUGH):
         dp(x)
-    expected = torch.autograd.grad(
-        torch.tanh(dp.module.linear(x)).sum(), dp.module.linear.parameters()
-    )
+    parameters = list(dp.module.linear.parameters())
+    weights = torch.tensor([[1.0], [3.0]])  # or a mistaken rank would do for the other
+    y = torch.tanh(dp.module.linear(x))
+    expected = torch.autograd.grad((weights * y).sum(), parameters)
     for _ in range(3):
-        y = checkpoint(dp, x, use_reentrant=False).sum()
-        grads = torch.autograd.grad(y, dp.module.linear.parameters())
-        torch.testing.assert_close(grads, expected)
+        calls.clear()
+        y = checkpoint(dp, x, use_reentrant=False)
+        torch.testing.assert_close(torch.autograd.grad((weights * y).sum(), parameters), expected)
 
 
 @pytest.mark.parametrize("dispatch", WAYS)
