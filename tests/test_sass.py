@@ -30,7 +30,7 @@ needs_nvcc = pytest.mark.skipif(sass.find_nvcc() is None, reason="nvcc was not f
 def kernel_name(mangled):
     """``sum_kernel float`` and the like; i, l, f, d are the mangled int, long, float and double."""
     kernel, own_type, plain_type = re.search(
-        r"((?:copy|sum|flag)_kernel)(?!s)(?:I(?:N\w*?\d(Half|BFloat16|CopyOnly)|([ilfd]))E)?",
+        r"((?:copy|sum|flag|send|find|receive)_kernel)(?!s)(?:I(?:N\w*?\d(Half|BFloat16|CopyOnly)|([ilfd]))E)?",
         mangled,
     ).groups()
     return f"{kernel} {own_type or plain_type or ''}".strip()
@@ -49,6 +49,11 @@ def event_kernels(tmp_path_factory):
 @pytest.fixture(scope="module")
 def flag_kernels(tmp_path_factory):
     return kernels_of(CUDA / "flag_kernels.cu", SOURCES, tmp_path_factory.mktemp("flag"))
+
+
+@pytest.fixture(scope="module")
+def send_kernels(tmp_path_factory):
+    return kernels_of(CUDA / "send_kernels.cu", SOURCES, tmp_path_factory.mktemp("send"))
 
 
 # ---- What every kernel must hold -----------------------------------------------------------------
@@ -87,10 +92,11 @@ def order_faults(kernel):
 
 
 @needs_nvcc
-def test_kernels_access_global_memory_only(event_kernels, flag_kernels) -> None:
+def test_kernels_access_global_memory_only(event_kernels, flag_kernels, send_kernels) -> None:
     assert set(event_kernels) == {"copy_kernel", *(f"sum_kernel {t}" for t in TYPES)}
     assert set(flag_kernels) == {f"flag_kernel {t}" for t in ["CopyOnly", *TYPES]}
-    kernels = event_kernels | flag_kernels
+    assert set(send_kernels) == {"send_kernel", "find_kernel", "receive_kernel"}
+    kernels = event_kernels | flag_kernels | send_kernels
     faults = {name: memory_faults(kernel) for name, kernel in kernels.items()}
     assert {name: found for name, found in faults.items() if found} == {}
 
@@ -169,6 +175,20 @@ def test_copies_have_eight_packs_in_flight(event_kernels, flag_kernels) -> None:
     # The loop around the (unrolled) loop over destinations.
     loops = pack_loops(event_kernels["copy_kernel"].loops())
     assert any(loads == 8 and stores >= 8 and stores % 8 == 0 for loads, stores in loops)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["send_kernel", "find_kernel"])
+def test_hashes_have_eight_packs_in_flight(send_kernels, kernel) -> None:
+    # Each pack with its key and the next one; two sums of two products each.
+    products = r"IMAD\.WIDE\.U32|UIMAD\.WIDE\.U32"
+    loops = [
+        loop
+        for loop in send_kernels[kernel].innermost_loops()
+        if loop.count(r"LDG\.E\.128$") == 24 and loop.count(products) >= 8 * 4
+    ]
+    assert loops
+    assert all(len(loop.code) <= 8 * 32 for loop in loops)
 
 
 @needs_nvcc

@@ -62,7 +62,7 @@ PP_D Pack load_tail(const C& c, const u8* from, u32 bytes) {
   return pack;
 }
 
-// This thread's part of the hash, kUnroll packs in flight.
+// This thread's part of the hash of all whole packs, kUnroll packs in flight.
 template <class W, u32 kUnroll, Context C>
 PP_D ChunkHash hash_part(const C& c, const Pack* keys, const u8* source, u32 bytes) {
   ChunkHash hash{0, 0};
@@ -83,11 +83,6 @@ PP_D ChunkHash hash_part(const C& c, const Pack* keys, const u8* source, u32 byt
     const Pack pack = load_pack<W>(c, source + u64{i} * sizeof(Pack));
     add_pack(hash, pack, c.load(keys + i), c.load(keys + i + 1));
   }
-  const u32 tail = bytes % sizeof(Pack);
-  if (tail != 0 && c.tid() == npacks % stride) {
-    const Pack pack = load_tail(c, source + u64{npacks} * sizeof(Pack), tail);
-    add_pack(hash, pack, c.load(keys + npacks), c.load(keys + npacks + 1));
-  }
   return hash;
 }
 
@@ -104,6 +99,11 @@ PP_D ChunkHash hash_chunk(const C& c, const Pack* keys, const u8* source, u32 by
     hash = hash_part<u16, 1>(c, keys, source, bytes);
   } else {
     hash = hash_part<u8, 1>(c, keys, source, bytes);
+  }
+  const u32 npacks = bytes / sizeof(Pack), tail = bytes % sizeof(Pack);
+  if (tail != 0 && c.tid() == npacks % c.nthreads()) {
+    const Pack pack = load_tail(c, source + u64{npacks} * sizeof(Pack), tail);
+    add_pack(hash, pack, c.load(keys + npacks), c.load(keys + npacks + 1));
   }
   return {c.sync_sum(hash.first), c.sync_sum(hash.second)};
 }
