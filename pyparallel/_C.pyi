@@ -4,6 +4,7 @@ Pointers and stream handles are plain ints, sizes and offsets are bytes.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 ABI: int
 
@@ -156,3 +157,31 @@ class SegmentTable:
 
         CUDA: waits for the last send, because the device counts.
         """
+
+class IdentitySnapshot:
+    """What modules, lists, dicts and other objects contained when they were last looked at.
+
+    Of a module its type, its attributes, and the entries of its ``_parameters``, ``_buffers`` and
+    ``_modules``; of a list or dict its items; of another object its type and attributes. All is
+    compared by identity, in order. Keeps everything alive that it compares with.
+    """
+
+    def __init__(self, objects: list[Any]) -> None: ...
+    def check(self, start: int = 0) -> int:
+        """Returns the first position >= start of an object that differs, or -1."""
+
+    def update(self, index: int) -> None:
+        """Looks at one object again."""
+
+class AttributeSnapshot:
+    """The values of some attributes of objects, given as descriptors of a C type.
+
+    Methods that need no arguments are called. Values are compared by ``==``.
+    """
+
+    def __init__(self, objects: list[Any], descriptors: list[Any]) -> None: ...
+    def check(self) -> int:
+        """Returns the position of the first object with another value, or -1."""
+
+def reference_count(objects: list[Any]) -> int:
+    """Returns the sum of the reference counts of the items, the list's own references included."""

@@ -102,7 +102,7 @@ def _will_run(leaf: Any) -> bool:
     if leaf is None:
         return False
     try:
-        will_run: bool = torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined]
+        will_run: bool = torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # torch.autograd.grad returns the gradient instead
         return False
     return will_run

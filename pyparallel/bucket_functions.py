@@ -112,7 +112,7 @@ class Bucket(Function):
                 return (None, None, *reduce_add(bucket.communicator, bucket.count, grads))
             gate = ctx.next_functions[0][0]
             leaves = [leaf for leaf, _ in gate.next_functions]
-            terms = grads
+            terms: Sequence[Tensor | None] = grads
             if bucket.accumulation.applies(leaves):
                 terms, to_sum = bucket.accumulation.exchange(leaves, grads)
                 if not to_sum:
@@ -123,11 +123,14 @@ class Bucket(Function):
             return (None, None, *sums)
 
 
+_BucketNode: Any = Bucket._backward_cls
+
+
 def _notice_hook(node: Any, output: Tensor) -> None:
     node.hooked = True
-    super(Bucket._backward_cls, node)._register_hook_dict(output)
+    super(_BucketNode, node)._register_hook_dict(output)
 
 
 # Tensor.register_hook calls this method of the tensor's node. A hook on an output must not see the
 # gradients of later forwards, so outputs with hooks are not used again.
-Bucket._backward_cls._register_hook_dict = _notice_hook
+_BucketNode._register_hook_dict = _notice_hook

@@ -16,7 +16,7 @@ from pyparallel.layout import is_dense
 from pyparallel.rewire import attributes_to_rewire, containers_of
 from pyparallel.shells import is_plain, own_tensors
 
-_Tensor: Any = torch._C.TensorBase  # type: ignore[attr-defined]
+_Tensor: Any = torch._C.TensorBase
 # p.data = other moves no version counter, so what describes the memory is read at each forward.
 # A tensor cannot change its device without changing its address.
 _DESCRIPTION = [

@@ -100,6 +100,8 @@ class Engine:
             tree = self._trees.find(replicas[0]) if replicas else None
             if tree is not None:
                 tree.release(len(replicas))
+                for memory in self._memories:
+                    memory.check()
 
     def check_not_modified(self, replica: nn.Module) -> None:
         """Refuses a forward that wrote a parameter in place while autograd recorded.

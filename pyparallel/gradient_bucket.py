@@ -38,8 +38,7 @@ class GradientBucket:
         self.accumulation = accumulation
         self.count = len(parameters)
         self._layout = FlatLayout(parameters)
-        self._strides = [p.stride() for p in parameters]
-        self._all_strides = self._strides * len(communicator.devices)
+        self._strides = [p.stride() for p in parameters] * len(communicator.devices)
         self._complex = parameters[0].is_complex()
         self._dtype = core_dtype(parameters[0].dtype)
         # (ticket, all that must stay as it is until the sum is done)
@@ -53,44 +52,31 @@ class GradientBucket:
             New tensors with the strides of the parameters, None where no rank has a gradient. Their
             values are there after ``wait``. Nothing else refers to them, so autograd may keep them.
         """
-        count = self.count
-        terms, missing = self._terms(grads)
-        if terms is None:
-            rows = [grads[start : start + count] for start in range(0, len(grads), count)]
+        present = [grad for grad in grads if grad is not None]
+        if self._dtype is None or any(kind is not torch.strided for kind in map(_layout, present)):
+            rows = [grads[at : at + self.count] for at in range(0, len(grads), self.count)]
             return self.communicator.reduce_add(rows)
-        devices = self.communicator.devices
-        destination, sums = self._layout.allocate(devices[0].torch_device)
-        moved = self._layout.nonempty
-        if missing:
+        device = self.communicator.devices[0].torch_device
+        destination, sums = self._layout.allocate(device)
+        if len(present) < len(grads):
+            terms = [
+                None if grad is None else with_strides(grad, stride)
+                for grad, stride in zip(grads, self._strides, strict=True)
+            ]
+            results = [
+                total if any(term is not None for term in terms[i :: self.count]) else None
+                for i, total in enumerate(sums)
+            ]
             pointers = [0 if term is None else term.data_ptr() for term in terms]
-            absent = [i for i in range(count) if all(term is None for term in terms[i::count])]
-            moved = [i for i in moved if i not in absent]
-        else:
-            absent = []
-            pointers = list(map(Tensor.data_ptr, terms))
-        if moved:
-            offsets, sizes = self._layout.offsets, self._layout.nbytes
-            whole = len(moved) == count
-            ticket = self.communicator.core.reduce_add(
-                0,
-                [
-                    pointers[start : start + count]
-                    if whole
-                    else [pointers[start + i] for i in moved]
-                    for start in range(0, len(pointers), count)
-                ],
-                offsets if whole else [offsets[i] for i in moved],
-                sizes if whole else [sizes[i] for i in moved],
-                destination,
-                self._dtype,
-                current_streams(devices),
-                asynchronous=True,
-            )
-            if ticket:
-                # The storage, not the sums: autograd keeps them only if nobody else does.
-                self._running.append((ticket, (terms, sums[moved[0]].untyped_storage())))
-        if absent:
-            return [None if i in absent else total for i, total in enumerate(sums)]
+            moved = [i for i in self._layout.nonempty if results[i] is not None]
+            self._start(pointers, moved, destination, (terms, sums[0].untyped_storage()))
+            return results
+        if not self._fit(present):
+            present = list(map(with_strides, present, self._strides))
+        pointers = list(map(Tensor.data_ptr, present))
+        # The storage, not the sums: autograd keeps them only if nobody else does.
+        memory = sums[0].untyped_storage()
+        self._start(pointers, self._layout.nonempty, destination, (present, memory))
         return list(sums)
 
     def wait(self) -> None:
@@ -106,22 +92,36 @@ class GradientBucket:
                 finally:
                     del self._running[0]
 
-    def _terms(self, grads: OptionalTensors) -> tuple[Sequence[Tensor | None] | None, bool]:
-        """Returns gradients that the core can add, None where it cannot, and whether some lack."""
-        if self._dtype is None:
-            return None, False
-        present = [grad for grad in grads if grad is not None]
-        if any(layout is not torch.strided for layout in map(_layout, present)):
-            return None, False
-        missing = len(present) < len(grads)
-        if (
-            not missing
-            and list(map(Tensor.stride, present)) == self._all_strides
-            and not any(map(Tensor.is_neg, present))
-            and not (self._complex and any(map(Tensor.is_conj, present)))
-        ):
-            return present, False
-        return [
-            None if grad is None else with_strides(grad, stride)
-            for grad, stride in zip(grads, self._all_strides, strict=True)
-        ], missing
+    def _fit(self, grads: Sequence[Tensor]) -> bool:
+        """Whether the gradients lie in memory as the parameters do."""
+        return (
+            list(map(Tensor.stride, grads)) == self._strides
+            and not any(map(Tensor.is_neg, grads))
+            and not (self._complex and any(map(Tensor.is_conj, grads)))
+        )
+
+    def _start(
+        self, pointers: list[int], moved: list[int], destination: int, needed: object
+    ) -> None:
+        """Queues the sum of the tensors ``moved``; keeps what it needs until it is done."""
+        if not moved:
+            return
+        offsets, sizes = self._layout.offsets, self._layout.nbytes
+        rows = [pointers[at : at + self.count] for at in range(0, len(pointers), self.count)]
+        if len(moved) < self.count:
+            offsets, sizes, *rows = (
+                [values[i] for i in moved] for values in (offsets, sizes, *rows)
+            )
+        assert self._dtype is not None
+        ticket = self.communicator.core.reduce_add(
+            0,
+            rows,
+            offsets,
+            sizes,
+            destination,
+            self._dtype,
+            current_streams(self.communicator.devices),
+            asynchronous=True,
+        )
+        if ticket:
+            self._running.append((ticket, needed))

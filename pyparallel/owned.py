@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyparallel import _C
 
-_storage_use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_storage_use_count: Any = torch._C._storage_Use_Count
 # Private, so it may go. Without it nobody knows what graphs hold.
 _use_count: Any = getattr(Tensor, "_use_count", None)
 

@@ -20,7 +20,7 @@ from pyparallel.owned import OwnedTensors, storage_uses
 from pyparallel.shells import as_type_of, copy_attributes
 from pyparallel.streams import current_streams
 
-_Tensor: Any = torch._C.TensorBase  # type: ignore[attr-defined]
+_Tensor: Any = torch._C.TensorBase
 
 
 class RankMemory:
@@ -113,10 +113,12 @@ class RankMemory:
         return any(storage_uses(storage) != self._ours for storage in self._storages)
 
     def displaced(self) -> bool:
-        """Whether a copy was moved to other memory, or requires a gradient now."""
-        return (self.memory_held() and self._addresses_seen.check() != -1) or (
-            self._gradients_seen.check() != -1
-        )
+        """Whether a copy was moved to other memory, or spoiled by a forward."""
+        return self._spoiled or (self.memory_held() and self._addresses_seen.check() != -1)
+
+    def check(self) -> None:
+        """Finds out after a forward whether a copy requires a gradient now."""
+        self._spoiled |= self._gradients_seen.check() != -1
 
     def renew(self) -> None:
         """Takes new memory, to which nothing was sent yet."""
@@ -134,6 +136,7 @@ class RankMemory:
         others = list(chain.from_iterable(self.copies[1:]))
         self.owned = OwnedTensors(others)
         self._addresses_seen = _C.AttributeSnapshot(others, [_Tensor.data_ptr])
+        self._spoiled = False
         # Trainable ones are nobody's inputs where gradients are recorded.
         watched = [] if self.trainable else others
         self._gradients_seen = _C.AttributeSnapshot(watched, [_Tensor.requires_grad])

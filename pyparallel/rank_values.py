@@ -17,7 +17,7 @@ from pyparallel.owned import OwnedTensors
 from pyparallel.rank_memory import RankMemory
 from pyparallel.shells import as_type_of, copy_attributes
 
-_Tensor: Any = torch._C.TensorBase  # type: ignore[attr-defined]
+_Tensor: Any = torch._C.TensorBase
 
 
 class RankValues:
