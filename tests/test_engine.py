@@ -19,7 +19,7 @@ N = 3
 
 
 class Norm(nn.BatchNorm1d):
-    training = True  # where a module has no such attribute
+    eps = 0.5  # where a module has no such attribute
 
 
 class Net(nn.Module):
@@ -85,7 +85,7 @@ CHANGES = {
     "other buffer": lambda m: setattr(m.norm, "running_mean", torch.randn(4)),
     "attribute": lambda m: setattr(m, "factor", 3.0),
     "new attribute": lambda m: setattr(m.norm, "eps", 0.5),
-    "attribute removed": lambda m: delattr(m.norm, "training"),
+    "attribute removed": lambda m: delattr(m.norm, "eps"),
     "replaced module": lambda m: setattr(m, "second", nn.Linear(4, 3)),
     "removed module": lambda m: (
         m.norm.register_module("extra", None) or setattr(m, "norm", nn.Identity())
