@@ -7,9 +7,12 @@
 #include <vector>
 
 #include "backend/cuda/cuda_info.h"
+#include "backend/host/communication_thread.h"
 #include "backend/host/limits.h"
 #include "check.h"
 #include "communicator.h"
+#include "identity_walk.h"
+#include "segment_table.h"
 
 namespace py = pybind11;
 
@@ -36,12 +39,15 @@ u64 to_u64(py::handle value, const char* what) {
   return number;
 }
 
-// Calls visit(item) for each item. A tuple is made first, because another thread may change a list
-// meanwhile.
-template <class Visit>
-void for_each(py::handle sequence, Visit visit) {
-  const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence.ptr()));
+// A tuple of the items, because another thread may change a list meanwhile.
+py::tuple to_tuple(py::handle sequence) {
+  auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence.ptr()));
   if (!items) throw py::error_already_set();
+  return items;
+}
+
+template <class Visit>
+void for_each(const py::tuple& items, Visit visit) {
   const auto size = static_cast<Py_ssize_t>(items.size());
   for (Py_ssize_t i = 0; i < size; ++i) visit(py::handle(PyTuple_GET_ITEM(items.ptr(), i)));
 }
@@ -49,8 +55,10 @@ void for_each(py::handle sequence, Visit visit) {
 // Lists hold thousands of ints: the casters of pybind11 would take several times as long.
 template <class T>
 std::vector<T> to_vector(py::handle sequence, const char* what) {
+  const py::tuple items = to_tuple(sequence);
   std::vector<T> values;
-  for_each(sequence, [&](py::handle item) {
+  values.reserve(items.size());
+  for_each(items, [&](py::handle item) {
     if constexpr (std::is_pointer_v<T>) {
       values.push_back(reinterpret_cast<T>(to_u64(item, what)));
     } else {
@@ -103,13 +111,13 @@ void broadcast(Communicator& self, u64 root, py::handle sources, py::handle offs
   self.broadcast(to_rank(root), from, segments, to, handles, algorithm);
 }
 
-void reduce_add(Communicator& self, u64 root, py::handle sources, py::handle offsets,
-                py::handle sizes, u64 destination, const std::string& dtype, py::handle streams,
-                const std::string& algorithm) {
-  const auto segments = to_pairs<Segment>("reduce_add", offsets, sizes);
+u64 reduce_add(Communicator& self, u64 root, py::handle sources, py::handle offsets,
+               py::handle sizes, u64 destination, const std::string& dtype, py::handle streams,
+               const std::string& algorithm, bool asynchronous) {
+  auto segments = to_pairs<Segment>("reduce_add", offsets, sizes);
   std::vector<const void*> from;
   u32 rank = 0;
-  for_each(sources, [&](py::handle row) {
+  for_each(to_tuple(sources), [&](py::handle row) {
     const auto pointers = to_vector<const void*>(row, "sources");
     PP_CHECK_ARG(pointers.size() == segments.size(), "reduce_add: rank ", rank, " has ",
                  pointers.size(), " sources for ", segments.size(), " segments");
@@ -118,10 +126,15 @@ void reduce_add(Communicator& self, u64 root, py::handle sources, py::handle off
   });
   PP_CHECK_ARG(rank == self.nranks(), "reduce_add: got sources of ", rank, " ranks for ",
                self.nranks(), " ranks");
-  const auto handles = to_vector<StreamHandle>(streams, "streams");
+  auto handles = to_vector<StreamHandle>(streams, "streams");
   const py::gil_scoped_release release;
-  self.reduce_add(to_rank(root), from, segments, reinterpret_cast<void*>(destination),
-                  parse_dtype(dtype), handles, algorithm);
+  auto* const to = reinterpret_cast<void*>(destination);
+  if (asynchronous) {
+    return self.reduce_add_async(to_rank(root), std::move(from), std::move(segments), to,
+                                 parse_dtype(dtype), std::move(handles), algorithm);
+  }
+  self.reduce_add(to_rank(root), from, segments, to, parse_dtype(dtype), handles, algorithm);
+  return 0;
 }
 
 void all_reduce(Communicator& self, py::handle sources, py::handle destinations, u64 count,
@@ -160,6 +173,39 @@ void move_at_limit(bool streaming, py::handle sources, py::handle destinations, 
   const py::gil_scoped_release release;
   host::move_at_limit(streaming ? host::Stores::kStreaming : host::Stores::kCached, from, to,
                       nbytes);
+}
+
+std::unique_ptr<SegmentTable> make_segment_table(Communicator& communicator, u64 root,
+                                                 py::handle offsets, py::handle sizes,
+                                                 py::handle flats) {
+  auto segments = to_pairs<Segment>("segment table", offsets, sizes);
+  auto to = to_vector<void*>(flats, "flats");
+  const py::gil_scoped_release release;
+  return std::make_unique<SegmentTable>(communicator, to_rank(root), std::move(segments),
+                                        std::move(to));
+}
+
+void send(SegmentTable& self, py::handle sources, py::handle streams, bool always) {
+  const auto from = to_vector<const void*>(sources, "sources");
+  const auto handles = to_vector<StreamHandle>(streams, "streams");
+  const py::gil_scoped_release release;
+  self.send(from, handles, always);
+}
+
+bool would_change(SegmentTable& self, py::handle sources, py::handle streams) {
+  const auto from = to_vector<const void*>(sources, "sources");
+  const auto handles = to_vector<StreamHandle>(streams, "streams");
+  const py::gil_scoped_release release;
+  return self.would_change(from, handles);
+}
+
+py::tuple transferred(SegmentTable& self) {
+  Transferred bytes;
+  {
+    const py::gil_scoped_release release;
+    bytes = self.transferred();
+  }
+  return py::make_tuple(bytes.sent, bytes.skipped);
 }
 
 py::object str_or_none(const std::string& text) {
@@ -238,7 +284,9 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
       .def("broadcast", &broadcast, "root"_a, "sources"_a, "offsets"_a, "sizes"_a, "destinations"_a,
            "streams"_a, "algorithm"_a = "auto")
       .def("reduce_add", &reduce_add, "root"_a, "sources"_a, "offsets"_a, "sizes"_a,
-           "destination"_a, "dtype"_a, "streams"_a, "algorithm"_a = "auto")
+           "destination"_a, "dtype"_a, "streams"_a, "algorithm"_a = "auto",
+           "asynchronous"_a = false)
+      .def("wait", &Communicator::wait, "ticket"_a, released)
       .def("all_reduce", &all_reduce, "sources"_a, "destinations"_a, "count"_a, "dtype"_a,
            "streams"_a, "algorithm"_a = "auto")
       .def("scatter", &scatter, "root"_a, "source"_a, "rows"_a, "pitch"_a, "offsets"_a, "sizes"_a,
@@ -247,4 +295,21 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
            "destination"_a, "streams"_a)
       .def("synchronize", &Communicator::synchronize, released)
       .def("close", &Communicator::close, released);
+
+  bind_identity_walk(m);
+
+  // Its destructor may wait for devices too.
+  py::class_<SegmentTable>(m, "SegmentTable", py::release_gil_before_calling_cpp_dtor())
+      .def(py::init(&make_segment_table), "communicator"_a, "root"_a, "offsets"_a, "sizes"_a,
+           "flats"_a, py::keep_alive<1, 2>())
+      .def("send", &send, "sources"_a, "streams"_a, "always"_a = false)
+      .def("would_change", &would_change, "sources"_a, "streams"_a)
+      .def(
+          "refresh", [](SegmentTable& self, u64 rank) { self.refresh(to_rank(rank)); }, "rank"_a,
+          released)
+      .def("transferred", &transferred);
+
+  // The interpreter frees memory that queued operations may be using.
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([] { host::CommunicationThread::instance().finish_all(); }, released));
 }

@@ -57,8 +57,6 @@ Communicator::Communicator(std::unique_ptr<Backend> backend, u32 nranks,
   plan_runner_ = std::make_unique<PlanRunner>(*backend_, nranks, options.stage_slot_bytes);
 }
 
-Communicator::~Communicator() { close(); }
-
 void Communicator::broadcast(u32 root, std::span<const void* const> sources,
                              std::span<const Segment> segments, std::span<void* const> destinations,
                              std::span<const StreamHandle> streams, std::string_view algorithm) {
@@ -105,6 +103,29 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources,
                               std::span<const StreamHandle> streams, std::string_view algorithm) {
   const auto lock = lock_launches();
   check_open();
+  const Sum sum = check_sum(root, sources, segments, destination, dtype, streams, algorithm);
+  const u64 nsegments = segments.size();
+  if (!sum.algorithm->flag_ordered) {
+    if (sum.bytes == 0) return raise_failure();
+    std::array<void*, kMaxRanks> outputs{};
+    outputs[root] = destination;
+    run_plan(plan_reduce_add(sum.algorithm->event_algorithm, nranks_, root, segments, sum.present,
+                             element_bytes(dtype), plan_runner_->staging()),
+             {sources, nsegments, outputs}, dtype, streams);
+    return;
+  }
+  FlagBuffers buffers;
+  for (u32 rank = 0; rank < nranks_ && sum.bytes != 0; ++rank)
+    buffers.inputs[rank] = static_cast<const u8*>(sources[rank]);
+  if (sum.bytes != 0) buffers.outputs[root] = static_cast<u8*>(destination) + segments[0].offset;
+  run_flagged(Collective::kReduceAdd, *sum.algorithm, root, sum.bytes, dtype, buffers, streams);
+}
+
+Communicator::Sum Communicator::check_sum(u32 root, std::span<const void* const> sources,
+                                          std::span<const Segment> segments,
+                                          const void* destination, DType dtype,
+                                          std::span<const StreamHandle> streams,
+                                          std::string_view algorithm) const {
   check_root("reduce_add", root, nranks_);
   check_one_per_rank("reduce_add", "streams", streams.size(), nranks_);
   check_segments("reduce_add", segments);
@@ -112,41 +133,30 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources,
   const u64 nsegments = segments.size();
   PP_CHECK_ARG(sources.size() == nranks_ * nsegments, "reduce_add: got ", sources.size(),
                " sources for ", nranks_, " ranks with ", nsegments, " segments");
-  std::vector<u32> present(nsegments, 0);
+  Sum sum{total_bytes(segments), std::vector<u32>(nsegments, 0), nullptr};
   bool complete = true;
   for (u64 k = 0; k < nsegments; ++k) {
     for (u32 rank = 0; rank < nranks_; ++rank) {
       const void* source = sources[rank * nsegments + k];
       check_aligned("reduce_add", *backend_, source, dtype);
-      if (source || segments[k].bytes == 0) present[k] |= 1u << rank;
+      if (source || segments[k].bytes == 0) sum.present[k] |= 1u << rank;
     }
-    PP_CHECK_ARG(present[k] != 0, "reduce_add: no rank has segment ", k, " of ", segments[k].bytes,
-                 " bytes");
-    complete = complete && present[k] == (1u << nranks_) - 1;
+    PP_CHECK_ARG(sum.present[k] != 0, "reduce_add: no rank has segment ", k, " of ",
+                 segments[k].bytes, " bytes");
+    complete = complete && sum.present[k] == (1u << nranks_) - 1;
   }
-  const u64 bytes = total_bytes(segments);
-  PP_CHECK_ARG(destination || bytes == 0, "reduce_add: the destination is null, but gets ", bytes,
-               " bytes");
+  PP_CHECK_ARG(destination || sum.bytes == 0, "reduce_add: the destination is null, but gets ",
+               sum.bytes, " bytes");
   check_aligned("reduce_add", *backend_, destination, dtype);
   const bool one_piece = nsegments <= 1 && complete;
-  const Algorithm& chosen =
-      choose(Collective::kReduceAdd, bytes, element_bytes(dtype), one_piece, streams, algorithm);
-  if (!chosen.flag_ordered) {
-    if (bytes == 0) return raise_failure();
-    std::array<void*, kMaxRanks> outputs{};
-    outputs[root] = destination;
-    run_plan(plan_reduce_add(chosen.event_algorithm, nranks_, root, segments, present,
-                             element_bytes(dtype), plan_runner_->staging()),
-             {sources, nsegments, outputs}, dtype, streams);
-    return;
+  sum.algorithm = &choose(Collective::kReduceAdd, sum.bytes, element_bytes(dtype), one_piece,
+                          streams, algorithm);
+  if (sum.algorithm->flag_ordered) {
+    PP_CHECK_ARG(nsegments <= 1, "reduce_add: ", sum.algorithm->name, " takes one segment, not ",
+                 nsegments);
+    PP_CHECK_ARG(complete, "reduce_add: ", sum.algorithm->name, " needs a source of every rank");
   }
-  PP_CHECK_ARG(nsegments <= 1, "reduce_add: ", chosen.name, " takes one segment, not ", nsegments);
-  PP_CHECK_ARG(complete, "reduce_add: ", chosen.name, " needs a source of every rank");
-  FlagBuffers buffers;
-  for (u32 rank = 0; rank < nranks_ && bytes != 0; ++rank)
-    buffers.inputs[rank] = static_cast<const u8*>(sources[rank]);
-  if (bytes != 0) buffers.outputs[root] = static_cast<u8*>(destination) + segments[0].offset;
-  run_flagged(Collective::kReduceAdd, chosen, root, bytes, dtype, buffers, streams);
+  return sum;
 }
 
 void Communicator::all_reduce(std::span<const void* const> sources,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -39,7 +40,7 @@ void check_communicator(u32 nranks, const CommunicatorOptions& options);
 class Communicator {
  public:
   Communicator(std::unique_ptr<Backend> backend, u32 nranks, CommunicatorOptions options);
-  ~Communicator();  // close()
+  ~Communicator();  // close(), without raising
 
   u32 nranks() const { return nranks_; }
   const char* backend_name() const { return backend_->name(); }
@@ -57,6 +58,17 @@ class Communicator {
   void reduce_add(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
                   void* destination, DType dtype, std::span<const StreamHandle> streams,
                   std::string_view algorithm);
+  // The same without waiting where the host computes: the sum is queued, all queued sums of the
+  // process run in the order of calls, and the memory stays in use until it is done. Arguments are
+  // checked before this returns. The ticket is for wait(); 0 means that there is nothing to wait
+  // for: the sum was small and is done, or it is ordered by streams as reduce_add() is.
+  u64 reduce_add_async(u32 root, std::vector<const void*> sources, std::vector<Segment> segments,
+                       void* destination, DType dtype, std::vector<StreamHandle> streams,
+                       std::string algorithm);
+  // Returns when the sum of the ticket is done. Throws Error if it failed, or if no queued sum was
+  // finished for twice the timeout; then it is still queued. A failure that no wait() has raised is
+  // raised by the next call, synchronize() or close().
+  void wait(u64 ticket);
   // destinations[r] may be sources[r].
   void all_reduce(std::span<const void* const> sources, std::span<void* const> destinations,
                   u64 count, DType dtype, std::span<const StreamHandle> streams,
@@ -71,19 +83,31 @@ class Communicator {
   // Waits (bounded) until all work launched so far has finished, then raises what went wrong, if
   // anything.
   void synchronize();
-  // Frees everything once running work has left; later calls raise Error. Idempotent.
+  // Frees everything once queued and running work has left; later calls raise Error. Idempotent.
   void close();
 
  private:
+  friend class SegmentTable;
+
   // One rank's contiguous memory in a flag-ordered operation.
   struct FlagBuffers {
     const u8* inputs[kMaxRanks] = {};
     u8* outputs[kMaxRanks] = {};
   };
 
+  // What a checked sum is run with.
+  struct Sum {
+    u64 bytes;
+    std::vector<u32> present;  // [segment]: the ranks that have it
+    const Algorithm* algorithm;
+  };
+
   void check_open() const;
   const Algorithm& choose(Collective collective, u64 bytes, u32 element_bytes, bool one_piece,
                           std::span<const StreamHandle> streams, std::string_view requested) const;
+  Sum check_sum(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
+                const void* destination, DType dtype, std::span<const StreamHandle> streams,
+                std::string_view algorithm) const;
   void run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype,
                 std::span<const StreamHandle> streams);
   void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes,
@@ -91,6 +115,7 @@ class Communicator {
   void raise_failure();
   void retire_connections();
   void free_retired();
+  void free_all();
 
   const std::unique_ptr<Backend> backend_;
   const u32 nranks_;

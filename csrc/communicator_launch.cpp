@@ -1,6 +1,7 @@
 // The launch path of the communicator: running work, raising what failed, closing.
 #include <algorithm>
 
+#include "backend/host/communication_thread.h"
 #include "check.h"
 #include "communicator.h"
 #include "launch_group.h"
@@ -81,6 +82,7 @@ void Communicator::run_flagged(Collective collective, const Algorithm& algorithm
 
 // Also what an operation without work does, so that a failure is never passed over.
 void Communicator::raise_failure() {
+  if (auto* const thread = backend_->communication_thread()) thread->raise_failure(this);
   free_retired();
   if (!connections_ || !connections_->poisoned()) return;
   const std::string text = connections_->failure();
@@ -100,6 +102,7 @@ void Communicator::free_retired() {
 }
 
 void Communicator::synchronize() {
+  if (auto* const thread = backend_->communication_thread()) thread->finish(this);
   const auto lock = lock_launches();
   check_open();
   // A flag-ordered kernel gives up by itself after the timeout; twice that leaves it the time to
@@ -110,8 +113,16 @@ void Communicator::synchronize() {
 }
 
 void Communicator::close() {
+  // Also where it is closed already: the destructor must leave nothing behind that refers to this.
+  auto* const thread = backend_->communication_thread();
+  if (thread) thread->finish(this);
   const auto lock = lock_launches();
   if (closed_.exchange(true)) return;
+  free_all();
+  if (thread) thread->raise_failure(this);
+}
+
+void Communicator::free_all() {
   bool finished = false;
   try {
     finished = backend_->wait(backend_->ticket(), 2 * options_.timeout_ms * 1'000'000);

@@ -3,6 +3,8 @@
 
 #include <pthread.h>
 
+#include "backend/host/pool.h"
+
 namespace pyparallel {
 namespace {
 
@@ -20,7 +22,12 @@ std::mutex& launch_mutex() {
 }  // namespace
 
 std::unique_lock<std::mutex> lock_launches() {
-  return std::unique_lock<std::mutex>(launch_mutex());
+  std::unique_lock<std::mutex> lock(launch_mutex(), std::try_to_lock);
+  if (!lock) {
+    const host::Pool::Hurry hurry;
+    lock.lock();
+  }
+  return lock;
 }
 
 }  // namespace pyparallel

@@ -4,6 +4,7 @@ Pointers and stream handles are plain ints, sizes and offsets are bytes.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 ABI: int
 
@@ -25,7 +26,6 @@ def cuda_device_count() -> int:
     """Devices that this build can drive; 0 without a driver or without CUDA. Never raises."""
 
 def cuda_driver_version() -> str | None: ...
-
 def move_at_limit(
     streaming: bool, sources: Sequence[int], destinations: Sequence[int], nbytes: int
 ) -> None:
@@ -82,7 +82,27 @@ class Communicator:
         dtype: str,
         streams: Sequence[int],
         algorithm: str = "auto",
-    ) -> None: ...
+        asynchronous: bool = False,
+    ) -> int:
+        """Sums onto the root. Returns a ticket for ``wait``; 0: nothing to wait for.
+
+        asynchronous, host: the sum is queued and runs on a thread of the process ("pp-comm"), in
+        the order of calls, while the caller goes on. All memory must live, and sources and
+        destination must stay as they are, until ``wait(ticket)``, ``synchronize`` or ``close``
+        returns. Sums below 64 KiB run at once where nothing is queued; their ticket is 0.
+
+        CUDA: an asynchronous call is an ordinary one, its ticket is always 0. ``streams`` wait for
+        the sum on the device. For compute streams not to wait, pass other streams, which wait for
+        them.
+        """
+
+    def wait(self, ticket: int) -> None:
+        """Returns when the sum is done; raises RuntimeError, every time, if it failed.
+
+        Also if no queued sum was finished for 2 * timeout_ms; then it is still queued. A failure
+        that no wait has raised is raised once by the next call, ``synchronize`` or ``close``.
+        """
+
     def all_reduce(
         self,
         sources: Sequence[int],
@@ -116,3 +136,71 @@ class Communicator:
     ) -> None: ...
     def synchronize(self) -> None: ...
     def close(self) -> None: ...
+
+class SegmentTable:
+    """Sends tensors of the root into persistent flat buffers of the other ranks.
+
+    Only what differs is sent, in chunks of at most 32 KiB. offsets and sizes describe the segments,
+    the same in every flat buffer; flats[r] is the address of rank r's buffer (the root's is
+    ignored).
+
+    Host: each chunk of each rank is compared with the root's, byte by byte, so a copy that its rank
+    has changed gets its values back. CUDA: the root hashes each chunk and sends those whose hash is
+    another one than at the last send; a changed copy is not noticed, see ``refresh``.
+
+    Keeps the communicator alive. The flat buffers must live until the last send is done.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        root: int,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        flats: Sequence[int],
+    ) -> None: ...
+    def send(self, sources: Sequence[int], streams: Sequence[int], always: bool = False) -> None:
+        """Makes every rank's copy equal to the sources, which may lie elsewhere at each call.
+
+        always: sends every chunk, compares none. Host: done on return. CUDA: ordered by streams.
+        """
+
+    def would_change(self, sources: Sequence[int], streams: Sequence[int]) -> bool:
+        """Whether ``send`` would write to any copy. CUDA: waits until the device has answered."""
+
+    def refresh(self, rank: int) -> None:
+        """This rank's copy may be wrong: the next ``send`` sends all of it. Host: not needed."""
+
+    def transferred(self) -> tuple[int, int]:
+        """Bytes sent and bytes skipped by all sends so far, over all ranks.
+
+        CUDA: waits for the last send, because the device counts.
+        """
+
+class IdentitySnapshot:
+    """What modules, lists, dicts and other objects contained when they were last looked at.
+
+    Of a module its type, its attributes, and the entries of its ``_parameters``, ``_buffers`` and
+    ``_modules``; of a list or dict its items; of another object its type and attributes. All is
+    compared by identity, in order. Keeps everything alive that it compares with.
+    """
+
+    def __init__(self, objects: list[Any]) -> None: ...
+    def check(self, start: int = 0) -> int:
+        """Returns the first position >= start of an object that differs, or -1."""
+
+    def update(self, index: int) -> None:
+        """Looks at one object again."""
+
+class AttributeSnapshot:
+    """The values of some attributes of objects, given as descriptors of a C type.
+
+    Methods that need no arguments are called. Values are compared by ``==``.
+    """
+
+    def __init__(self, objects: list[Any], descriptors: list[Any]) -> None: ...
+    def check(self) -> int:
+        """Returns the position of the first object with another value, or -1."""
+
+def reference_count(objects: list[Any]) -> int:
+    """Returns the sum of the reference counts of the items, the list's own references included."""

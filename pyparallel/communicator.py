@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyparallel import _C
 from pyparallel.checks import (
     check_chunks,
     check_count,
@@ -79,6 +80,11 @@ class Communicator:
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._core.closed
+
+    @property
+    def core(self) -> _C.Communicator:
+        """The compiled communicator; another one after a fork. Raises RuntimeError if closed."""
+        return self._core.get()
 
     def close(self) -> None:
         """Frees memory and threads once running work has left. Later calls raise. Idempotent."""

@@ -58,7 +58,7 @@ class Core:
 def _open(devices: tuple[Device, ...]) -> _C.Communicator:
     debug = env.debug()
     communicator = _make(devices)
-    if debug:
+    if debug == "INFO":
         lines = communicator.describe_selection().splitlines()
         print(*(f"pyparallel: {line}" for line in lines), sep="\n", file=sys.stderr)
     return communicator

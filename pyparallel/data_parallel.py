@@ -2,9 +2,13 @@
 
 import functools
 import operator
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,9 +23,16 @@ from pyparallel.devices import (
     parse_device,
     resolve_devices,
 )
+from pyparallel.dispatch import Dispatch, Dispatcher
+from pyparallel.engine import Engine
 from pyparallel.parallel_apply import parallel_apply
+from pyparallel.profiling import Steps
 from pyparallel.replicate import check_not_modified, replicate
 from pyparallel.scatter_gather import gather, scatter_kwargs
+from pyparallel.shells import PerObject
+
+# Of ``data_parallel``, whose wrappers live for one call.
+_dispatchers: WeakKeyDictionary[nn.Module, dict[str, Dispatcher]] = WeakKeyDictionary()
 
 T = TypeVar("T", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,14 +55,15 @@ class DataParallel(nn.DataParallel[T]):
     """Runs a module on several devices, each with its share of the batch.
 
     A drop-in for ``torch.nn.DataParallel``. Each forward splits the inputs (see ``scatter``),
-    copies the module to every device in use, runs the copies, and joins their outputs on
-    ``output_device``. Backward sums the gradients of all copies into the parameters of ``module``,
-    bucket by bucket, while it still runs.
+    runs a replica of the module on every device, and joins their outputs on ``output_device``.
+    Backward sums the gradients of all replicas into the parameters of ``module``, bucket by
+    bucket, while it still runs.
 
     ``module`` stays the only owner of the weights: optimizers, checkpoints (keys begin with
     ``module.``) and any other code use it as without the wrapper, and each forward sees all
-    changes. In-place writes to buffers, such as BatchNorm's statistics, stay if made on the first
-    device; other changes that forward makes to its copy are forgotten.
+    changes. Replicas persist between forwards, and only what changed is sent to them. In-place
+    writes to buffers, such as BatchNorm's statistics, stay if made on the first device; other
+    changes that forward makes to its replica are forgotten.
 
     With one device the module itself runs there. Without any it runs where it is, with the inputs
     as they are.
@@ -66,6 +78,11 @@ class DataParallel(nn.DataParallel[T]):
         output_device: Where outputs are joined; "cpu" or -1 means host memory. Default:
             ``device_ids[0]``.
         dim: Dimension along which all tensors are split and joined.
+        bucket_cap_mb: How many MiB of gradients are summed in one operation. Default: 25, and 1 for
+            the first one.
+        resend: "auto" sends only the tensors that changed, "always" all of them at each forward.
+        dispatch: "threads" runs the copies at once, "sequential" one after the other, "auto" the
+            way that it measures to be faster; see ``Dispatcher``.
 
     Attributes:
         module: The wrapped module.
@@ -76,8 +93,8 @@ class DataParallel(nn.DataParallel[T]):
         dim: As given.
 
     Raises:
-        ValueError: A device that does not exist, GPUs mixed with virtual devices, or more than 16
-            devices.
+        ValueError: A device that does not exist, GPUs mixed with virtual devices, more than 16
+            devices, or an unknown ``dispatch``.
         RuntimeError: A negative index. From forward: a parameter or buffer is not on
             ``device_ids[0]``.
 
@@ -94,10 +111,21 @@ class DataParallel(nn.DataParallel[T]):
         device_ids: Iterable[DeviceLike] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
+        *,
+        bucket_cap_mb: float | None = None,
+        resend: Literal["auto", "always"] = "auto",
+        dispatch: Dispatch = "auto",
     ) -> None:
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be greater than 0, but is {bucket_cap_mb}")
+        if resend not in ("auto", "always"):
+            raise ValueError(f"resend must be 'auto' or 'always', but is {resend!r}")
         # Not torch's constructor, which knows no virtual devices.
         nn.Module.__init__(self)
         self._configure(module, device_ids, output_device, dim)
+        self.bucket_cap_mb = bucket_cap_mb
+        self.resend = resend
+        self._dispatcher = Dispatcher(dispatch)
         if self.src_device_obj is None:
             return
         if self.src_device_obj.type == "cuda":
@@ -115,6 +143,9 @@ class DataParallel(nn.DataParallel[T]):
         devices = _present_devices(device_ids)
         self.module = module
         self.dim = dim
+        self._steps = Steps(f"DataParallel({type(module).__name__})")
+        self._engine = PerObject()
+        self._stats_base = PerObject()
         self.device_ids = [device.index for device in devices]
         self.output_device = None
         self.src_device_obj = devices[0].torch_device if devices else None
@@ -127,10 +158,86 @@ class DataParallel(nn.DataParallel[T]):
                 on_host = -1 if output_device == -1 else torch.device("cpu")
                 self.output_device = on_host if target is None else target.index
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module on all devices."""
+        if torch.compiler.is_compiling():
+            return self._forward(inputs, kwargs)
+        with self._steps.forward():
+            return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.device_ids:
+            return self.module(*inputs, **kwargs)
+        if len(self.device_ids) == 1:
+            self._check_device()
+        args, module_kwargs = self._part("scatter", self.scatter, inputs, kwargs, self.device_ids)
+        if not args and not module_kwargs:
+            # Without any input the module runs once.
+            args, module_kwargs = ((),), ({},)
+        if len(self.device_ids) == 1:
+            return self.module(*args[0], **module_kwargs[0])
+        outputs = self._run_replicas(args, module_kwargs)
+        return self._part("gather", self.gather, outputs, self.output_device)
+
+    @_untraced
+    def _part(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        with self._steps.part(name):
+            return method(*args)
+
+    @_untraced
+    def _run_replicas(self, inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> list[Any]:
+        with self._steps.part("replicate"):
+            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+        try:
+            with self._steps.part("parallel_apply"):
+                return self.parallel_apply(replicas, inputs, kwargs)
+        finally:
+            engine = self._engine.content
+            if engine is not None:
+                engine.release(replicas)
+
     @_untraced
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
-        """Returns a copy of ``module`` for each device; without gradients if they are off."""
+        """Returns a copy of ``module`` for each device; without gradients if they are off.
+
+        Copies of the wrapped module persist: when the last reference to all modules of a copy is
+        gone, the next call may return it again.
+        """
+        count = len(device_ids)
+        if module is self.module and list(device_ids) == self.device_ids[:count]:
+            return cast(list[T], self._get_engine().replicas(count))
         return replicate(module, self._devices(device_ids), not torch.is_grad_enabled())
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward leaves the gradients on their devices.
+
+        The next backward outside sums them together with its own, so that several small batches
+        cost one transfer. What counts is where backward runs. Meanwhile ``parameter.grad`` is the
+        first device's part; setting it to None, as ``zero_grad`` does, forgets all parts. A
+        parameter that the backward outside does not reach gets the others' parts when that ends,
+        without hooks. ``torch.autograd.grad`` and gradients that are themselves recorded are always
+        summed.
+        """
+        if len(self.device_ids) < 2:
+            return nullcontext()
+        return self._get_engine().no_sync()
+
+    def transfer_stats(self, reset: bool = False) -> dict[str, int]:
+        """Returns how much of the module went to the devices.
+
+        Args:
+            reset: Count from zero afterwards.
+
+        Returns:
+            Since construction or the last reset, over all devices: ``bytes_sent``, and
+            ``bytes_skipped``, which were there already. Gradients, inputs and outputs do not count.
+        """
+        engine = self._engine.content
+        sent, skipped = (0, 0) if engine is None else engine.transferred()
+        base_sent, base_skipped = self._stats_base.content or (0, 0)
+        if reset:
+            self._stats_base.content = (sent, skipped)
+        return {"bytes_sent": sent - base_sent, "bytes_skipped": skipped - base_skipped}
 
     @_untraced
     def scatter(
@@ -145,9 +252,9 @@ class DataParallel(nn.DataParallel[T]):
     ) -> list[Any]:
         """Returns what each replica makes of its arguments; see ``parallel_apply``."""
         devices = self._devices(self.device_ids[: len(replicas)])
-        outputs = parallel_apply(replicas, inputs, kwargs, devices)
-        if type(self).replicate is DataParallel.replicate:
-            check_not_modified(replicas[0])
+        outputs = parallel_apply(replicas, inputs, kwargs, devices, self._dispatcher, self._steps)
+        if self._engine.content is not None:
+            self._engine.content.check_not_modified(replicas[0])
         return outputs
 
     @_untraced
@@ -155,6 +262,31 @@ class DataParallel(nn.DataParallel[T]):
         """Joins the outputs of the replicas."""
         devices = self._devices(self.device_ids[: len(outputs)])
         return gather(outputs, devices, self._target(output_device), self.dim)
+
+    def _get_engine(self) -> Engine:
+        engine: Engine | None = self._engine.content
+        # Another process has none of our threads, and its devices are not ours.
+        if engine is None or engine.module is not self.module or engine.pid != os.getpid():
+            cap = self.bucket_cap_mb
+            engine = Engine(
+                self.module,
+                self._devices(self.device_ids),
+                bucket_bytes=None if cap is None else int(cap * 2**20),
+                always_send=self.resend == "always",
+            )
+            self._engine.content = engine
+            self._stats_base.content = None
+        return engine
+
+    @_untraced
+    def _check_device(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if tensor.device != self.src_device_obj:
+                raise RuntimeError(
+                    "module must have its parameters and buffers on device "
+                    f"{self.src_device_obj} (device_ids[0]) but found one of them on device: "
+                    f"{tensor.device}"
+                )
 
     def _devices(self, device_ids: Iterable[Any]) -> list[Device]:
         """An int is a device of this wrapper's kind, whatever the environment says by now."""
@@ -186,6 +318,8 @@ def data_parallel(
     output_device: DeviceLike | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
+    *,
+    dispatch: Dispatch = "auto",
 ) -> Any:
     """Calls a module on several devices, each with its share of the batch; see ``DataParallel``.
 
@@ -196,16 +330,35 @@ def data_parallel(
         output_device: As for ``DataParallel``.
         dim: As for ``DataParallel``.
         module_kwargs: Keyword arguments.
+        dispatch: As for ``DataParallel``. What "auto" measures is kept for each module.
 
     Returns:
         The joined output on ``output_device``.
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    wrapper: DataParallel[nn.Module] = DataParallel.__new__(DataParallel)
+    wrapper: _OneForward = _OneForward.__new__(_OneForward)
     nn.Module.__init__(wrapper)
     wrapper._configure(module, device_ids, output_device, dim)
+    dispatchers = _dispatchers.setdefault(module, {})
+    wrapper._dispatcher = dispatchers.setdefault(dispatch, Dispatcher(dispatch))
     return wrapper.forward(*inputs, **(module_kwargs or {}))
+
+
+class _OneForward(DataParallel[nn.Module]):
+    """A wrapper for one call, for which nothing needs to persist."""
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        """Returns new copies."""
+        return replicate(module, self._devices(device_ids), not torch.is_grad_enabled())
+
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Runs the copies."""
+        outputs = super().parallel_apply(replicas, inputs, kwargs)
+        check_not_modified(replicas[0])
+        return outputs
 
 
 def _present_devices(device_ids: Iterable[DeviceLike] | None) -> list[Device]:

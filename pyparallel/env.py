@@ -6,7 +6,10 @@
 - ``PYPARALLEL_P2P``: ``auto``, ``off`` or ``force``; direct access between GPUs.
 - ``PYPARALLEL_ALGO``: algorithms to take instead of the defaults, as in
   ``broadcast:chain,reduce_add:owner``. The names are in docs/algorithms.md.
-- ``PYPARALLEL_DEBUG``: with ``INFO`` a new communicator says on stderr which algorithms it takes.
+- ``PYPARALLEL_CHECK_DEVICES``: 1 finds replicas on virtual devices that use the memory of another
+  device; slow.
+- ``PYPARALLEL_DEBUG``: with ``INFO`` a new communicator says on stderr which algorithms it takes,
+  and each wrapper, after its first steps, where their time went; with ``WARN``, the default, not.
 
 An empty value counts as unset. A value that makes no sense raises ValueError where it is first
 needed. Variables are read when they are needed, so a program may set them before its first
@@ -23,6 +26,7 @@ DEFAULT_TIMEOUT_MS = 30_000
 KNOWN = frozenset(
     (
         "PYPARALLEL_ALGO",
+        "PYPARALLEL_CHECK_DEVICES",
         "PYPARALLEL_CUDA",
         "PYPARALLEL_DEBUG",
         "PYPARALLEL_P2P",
@@ -32,7 +36,7 @@ KNOWN = frozenset(
     )
 )
 P2P_MODES = ("auto", "off", "force")
-DEBUG_LEVELS = ("INFO",)
+DEBUG_LEVELS = ("WARN", "INFO")
 
 
 def virtual_device_count() -> int | None:
@@ -48,10 +52,12 @@ def timeout_ms() -> int:
 
 def p2p() -> str:
     """Returns PYPARALLEL_P2P. The core reads it too; reading it here refuses a typing error."""
-    value = os.environ.get("PYPARALLEL_P2P") or "auto"
-    if value not in P2P_MODES:
-        raise ValueError(f"PYPARALLEL_P2P must be one of {', '.join(P2P_MODES)}, but is {value!r}")
-    return value
+    return _one_of("PYPARALLEL_P2P", P2P_MODES, "auto")
+
+
+def check_devices() -> bool:
+    """Returns whether PYPARALLEL_CHECK_DEVICES is 1."""
+    return _one_of("PYPARALLEL_CHECK_DEVICES", ("0", "1"), "0") == "1"
 
 
 def algorithms() -> str:
@@ -59,14 +65,19 @@ def algorithms() -> str:
     return os.environ.get("PYPARALLEL_ALGO") or ""
 
 
-def debug() -> str | None:
-    """Returns PYPARALLEL_DEBUG in capitals, or None where it is unset."""
-    value = os.environ.get("PYPARALLEL_DEBUG")
-    if not value:
-        return None
+def debug() -> str:
+    """Returns PYPARALLEL_DEBUG in capitals."""
+    value = os.environ.get("PYPARALLEL_DEBUG") or "WARN"
     if value.upper() not in DEBUG_LEVELS:
         raise ValueError(f"PYPARALLEL_DEBUG must be {' or '.join(DEBUG_LEVELS)}, but is {value!r}")
     return value.upper()
+
+
+def _one_of(name: str, values: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(name) or default
+    if value not in values:
+        raise ValueError(f"{name} must be one of {', '.join(values)}, but is {value!r}")
+    return value
 
 
 def _integer(name: str, minimum: int, maximum: int) -> int | None:

@@ -1,6 +1,7 @@
 """Many tensors of one dtype in one flat buffer a rank: what broadcast and reduce_add move."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from pyparallel.streams import current_streams
 # Where a tensor starts in a flat buffer, in bytes: what the caching allocator of CUDA gives to a
 # tensor of its own, so that kernels are as fast on a view of a flat buffer.
 ALIGNMENT = 512
+
+_data = attrgetter("data")
 
 
 class FlatLayout:
@@ -29,7 +32,8 @@ class FlatLayout:
         """Takes sizes, strides and dtype from dense tensors."""
         self._dtype = tensors[0].dtype
         self._itemsize = tensors[0].element_size()
-        self._shapes = [(t.size(), t.stride()) for t in tensors]
+        self._sizes = [t.size() for t in tensors]
+        self._strides = [t.stride() for t in tensors]
         self.nbytes = [t.numel() * self._itemsize for t in tensors]
         self.nonempty = [i for i, n in enumerate(self.nbytes) if n]
         self.offsets: list[int] = []
@@ -37,6 +41,7 @@ class FlatLayout:
         for n in self.nbytes:
             self.offsets.append(end)
             end += -(-n // ALIGNMENT) * ALIGNMENT
+        self._starts = [offset // self._itemsize for offset in self.offsets]
         self._end = end
 
     def allocate(self, device: torch.device) -> tuple[int, list[Tensor]]:
@@ -44,16 +49,14 @@ class FlatLayout:
 
         The tensors have version counters of their own: to autograd they are unrelated.
         """
-        if len(self._shapes) == 1:
-            size, stride = self._shapes[0]
-            alone = torch.empty_strided(size, stride, dtype=self._dtype, device=device)
+        if len(self._sizes) == 1:
+            alone = torch.empty_strided(
+                self._sizes[0], self._strides[0], dtype=self._dtype, device=device
+            )
             return alone.data_ptr(), [alone]
         flat = torch.empty(self._end // self._itemsize, dtype=self._dtype, device=device)
-        tensors = [
-            flat.as_strided(size, stride, offset // self._itemsize).data
-            for (size, stride), offset in zip(self._shapes, self.offsets, strict=True)
-        ]
-        return flat.data_ptr(), tensors
+        views = map(flat.as_strided, self._sizes, self._strides, self._starts)
+        return flat.data_ptr(), list(map(_data, views))
 
 
 def broadcast_flat(

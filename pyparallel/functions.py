@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyparallel.communicator import Communicator
+from pyparallel.profiling import reducing
 
 Rows = list[list[Tensor]]
 OptionalRows = list[list[Tensor | None]]
 
 # The engine runs the ready node with the highest number first. Nodes of buckets are created before
 # those of the replicas; with their own numbers they would all run after the last gradient.
-_BUCKET_SEQUENCE_NUMBER = 2**62
+BUCKET_SEQUENCE_NUMBER = 2**62
 
 
 def broadcast(communicator: Communicator, tensors: Sequence[Tensor]) -> Rows:
@@ -41,12 +42,16 @@ def broadcast(communicator: Communicator, tensors: Sequence[Tensor]) -> Rows:
         ``[rank][k]``. Rank 0's tensors share the memory and the version counter of the inputs, so
         that writing an input before backward is noticed; the others have memory of their own.
     """
-    outputs = _apply(Broadcast, communicator, *tensors)
-    node = outputs[0].grad_fn
-    # _set_sequence_nr is private. Where it is missing, sums are right but start after backward.
+    outputs = apply(Broadcast, communicator, *tensors)
+    set_sequence_number(outputs[0].grad_fn, BUCKET_SEQUENCE_NUMBER)
+    return rows_of(outputs, len(tensors))
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Tells the autograd engine when to run a node: of those ready, the highest number first."""
+    # Private. Where it is missing, sums are right but start after backward.
     if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(_BUCKET_SEQUENCE_NUMBER)
-    return _rows(outputs, len(tensors))
+        node._set_sequence_nr(number)
 
 
 def scatter(
@@ -57,7 +62,7 @@ def scatter(
     tensor: Tensor,
 ) -> tuple[Tensor, ...]:
     """Cuts a tensor that requires a gradient; see ``Scatter``."""
-    pieces: tuple[Tensor, ...] = _apply(Scatter, communicator, root, chunk_sizes, dim, tensor)
+    pieces: tuple[Tensor, ...] = apply(Scatter, communicator, root, chunk_sizes, dim, tensor)
     return pieces
 
 
@@ -65,8 +70,16 @@ def gather(
     communicator: Communicator, root: int | None, dim: int, tensors: Sequence[Tensor]
 ) -> Tensor:
     """Joins tensors; see ``Gather``."""
-    joined: Tensor = _apply(Gather, communicator, root, dim, *tensors)
+    joined: Tensor = apply(Gather, communicator, root, dim, *tensors)
     return joined
+
+
+def reduce_add(
+    communicator: Communicator, count: int, grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Sums gradients of rank 0, rank 1, ..., differentiably; see ``ReduceAdd``."""
+    sums: tuple[Tensor | None, ...] = apply(ReduceAdd, communicator, count, *grads)
+    return sums
 
 
 class Broadcast(Function):
@@ -77,7 +90,7 @@ class Broadcast(Function):
         """Copies the tensors."""
         ctx.set_materialize_grads(False)
         ctx.communicator = communicator
-        ctx.streams = _current_streams(communicator)
+        ctx.streams = current_streams_of(communicator)
         ctx.count = len(tensors)
         copies = communicator.broadcast(list(tensors))
         # detach, because autograd takes an input that is returned as it is for one of several views
@@ -88,13 +101,13 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Sums the gradients of all ranks."""
-        with _on_streams(ctx.streams):
+        with on_streams(ctx.streams), reducing():
             if torch.is_grad_enabled():
-                sums = _apply(ReduceAdd, ctx.communicator, ctx.count, *grads)
+                sums = reduce_add(ctx.communicator, ctx.count, grads)
             else:
                 # Without the function nobody else holds the sums, so .grad takes them without a
                 # copy.
-                sums = ctx.communicator.reduce_add(_rows(grads, ctx.count))
+                sums = ctx.communicator.reduce_add(rows_of(grads, ctx.count))
         return (None, *sums)
 
 
@@ -111,9 +124,9 @@ class ReduceAdd(Function):
         """Sums over ranks."""
         ctx.set_materialize_grads(False)
         ctx.communicator = communicator
-        ctx.streams = _current_streams(communicator)
+        ctx.streams = current_streams_of(communicator)
         ctx.present = [grad is not None for grad in grads]
-        return tuple(communicator.reduce_add(_rows(grads, count)))
+        return tuple(communicator.reduce_add(rows_of(grads, count)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -122,9 +135,9 @@ class ReduceAdd(Function):
         wanted = [k for k in range(count) if grads[k] is not None]
         result: list[Tensor | None] = [None] * len(ctx.present)
         if wanted:
-            with _on_streams(ctx.streams):
-                copies = _apply(Broadcast, ctx.communicator, *[grads[k] for k in wanted])
-            for rank, row in enumerate(_rows(copies, len(wanted))):
+            with on_streams(ctx.streams):
+                copies = apply(Broadcast, ctx.communicator, *[grads[k] for k in wanted])
+            for rank, row in enumerate(rows_of(copies, len(wanted))):
                 for k, copy in zip(wanted, row, strict=True):
                     if ctx.present[rank * count + k]:
                         result[rank * count + k] = copy
@@ -149,14 +162,14 @@ class Scatter(Function):
     ) -> tuple[Tensor, ...]:
         """Cuts the tensor."""
         ctx.communicator, ctx.root, ctx.dim = communicator, root, dim
-        ctx.streams = _current_streams(communicator)
+        ctx.streams = current_streams_of(communicator)
         return tuple(communicator.scatter(tensor, chunk_sizes, dim=dim, root=root))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Joins the gradients of the pieces."""
-        with _on_streams(ctx.streams):
-            grad = _apply(Gather, ctx.communicator, ctx.root, ctx.dim, *grads)
+        with on_streams(ctx.streams):
+            grad = apply(Gather, ctx.communicator, ctx.root, ctx.dim, *grads)
         return None, None, None, None, grad
 
 
@@ -172,7 +185,7 @@ class Gather(Function):
     ) -> Tensor:
         """Joins the tensors."""
         ctx.communicator, ctx.root, ctx.dim = communicator, root, dim
-        ctx.streams = _current_streams(communicator)
+        ctx.streams = current_streams_of(communicator)
         result = communicator.gather(list(tensors), dim=dim, root=root)
         ctx.chunk_sizes = [tensor.size(dim) for tensor in tensors]
         return result
@@ -180,27 +193,30 @@ class Gather(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Cuts the gradient."""
-        with _on_streams(ctx.streams):
-            pieces = _apply(Scatter, ctx.communicator, ctx.root, ctx.chunk_sizes, ctx.dim, grad)
+        with on_streams(ctx.streams):
+            pieces = apply(Scatter, ctx.communicator, ctx.root, ctx.chunk_sizes, ctx.dim, grad)
         return (None, None, None, *pieces)
 
 
-def _apply(function: type[Function], *args: Any) -> Any:
+def apply(function: type[Function], *args: Any) -> Any:
+    """Calls an autograd function."""
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
-def _rows(flat: Sequence[Any], count: int) -> list[list[Any]]:
+def rows_of(flat: Sequence[Any], count: int) -> list[list[Any]]:
+    """Returns ``[rank][k]`` of values in a row: those of rank 0, of rank 1, ..."""
     return [list(flat[start : start + count]) for start in range(0, len(flat), count)]
 
 
-def _current_streams(communicator: Communicator) -> list[torch.cuda.Stream]:
-    """One stream for each GPU; none for virtual devices."""
+def current_streams_of(communicator: Communicator) -> list[torch.cuda.Stream]:
+    """Returns one stream for each GPU; none for virtual devices."""
     devices = dict.fromkeys(communicator.devices)
     return [torch.cuda.current_stream(d.index) for d in devices if d.kind == "cuda"]
 
 
 @contextmanager
-def _on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+def on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Makes these the current streams of their devices, and the first one's device current."""
     with ExitStack() as stack:
         # Rank 0's comes last: entering a stream also makes its device the current one.
         for stream in reversed(streams):

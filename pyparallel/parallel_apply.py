@@ -1,23 +1,17 @@
-"""Running replicas side by side: one thread for each GPU, the ranks of one device in turn.
+"""Running replicas side by side, and what comes back from them."""
 
-Ranks on one device draw from one random generator, and would draw in an order decided by timing if
-they ran at once. So they run one after the other, in the order of ranks, which makes dropout
-reproducible. All virtual devices are the CPU: their replicas run one after the other in the
-caller's thread, each with all of torch's CPU threads. A replica that waits for another one on its
-device therefore waits for ever; it may wait for replicas on other devices.
-"""
-
-import contextvars
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from pyparallel import env
+from pyparallel.check_devices import MemoryOwners
 from pyparallel.devices import Device
+from pyparallel.dispatch import Dispatcher
+from pyparallel.profiling import Steps
 
 
 def parallel_apply(
@@ -25,19 +19,24 @@ def parallel_apply(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]],
     devices: Sequence[Device],
+    dispatcher: Dispatcher | None = None,
+    steps: Steps | None = None,
 ) -> list[Any]:
     """Calls each module with its inputs on its device.
 
-    With one device the modules run in the caller's thread. With several each device has a thread,
-    which takes over from the caller: grad and inference mode, autocast, the default device, context
-    variables, and the current stream of its device. All threads have ended when this returns or
-    raises.
+    Each call starts from the state of the calling thread (grad mode, autocast, the default device,
+    context variables and so on, see ``CallerState``), and what it changes there is forgotten.
+    Modules may wait for each other. All have ended when this returns or raises.
 
     Args:
         modules: One replica a rank.
         inputs: Per rank a list or tuple of positional arguments, or one argument of another type.
         kwargs_tup: Per rank the keyword arguments.
         devices: The device of each rank.
+        dispatcher: Decides who runs when and in which thread. Default: a thread for each of several
+            GPUs, which runs its ranks in turn; virtual devices, or one GPU, in turn in the calling
+            thread.
+        steps: Measures how long each rank takes.
 
     Returns:
         The outputs in the order of ranks.
@@ -45,8 +44,10 @@ def parallel_apply(
     Raises:
         AssertionError: The arguments differ in length.
         BaseException: What a replica raised, with its traceback and a note that names the replica.
-            Of several the one of the lowest rank, but an interrupt or exit first. A rank does not
-            start after an error on its device.
+            Of several the one of the lowest rank, but an interrupt or exit first. A rank may not
+            have started if a lower one had failed.
+        KeyboardInterrupt: While workers ran replicas. Those that run are waited for, because they
+            cannot be stopped; a second interrupt does not wait.
     """
     for what, values in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
         if len(modules) != len(values):
@@ -54,25 +55,30 @@ def parallel_apply(
                 f"The number of modules {len(modules)} is not equal to the number of {what} "
                 f"{len(values)}"
             )
+    if not modules:
+        return []
     outputs: list[Any] = [None] * len(modules)
     errors: dict[int, BaseException] = {}
 
-    def run(ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            args = inputs[rank] if isinstance(inputs[rank], (list, tuple)) else (inputs[rank],)
-            try:
-                with _current_device(devices[rank]):
-                    outputs[rank] = modules[rank](*args, **kwargs_tup[rank])
-            except BaseException as error:
-                _name_replica(error, rank, devices[rank])
-                errors[rank] = error
-                return
+    checked: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    if devices[0].kind == "cpu" and env.check_devices():
+        arguments = list(zip(inputs, kwargs_tup, strict=True))
+        checked = MemoryOwners(modules, arguments, devices).checked
 
-    groups = _ranks_by_device(devices)
-    if len(groups) == 1:
-        run(groups[0])
-    else:
-        _run_in_threads(run, groups, [devices[ranks[0]] for ranks in groups])
+    def run(rank: int) -> None:
+        args = inputs[rank] if isinstance(inputs[rank], (list, tuple)) else (inputs[rank],)
+        measured = steps.rank(devices[rank]) if steps is not None else nullcontext()
+        with _current_device(devices[rank]), checked(rank), measured:
+            outputs[rank] = modules[rank](*args, **kwargs_tup[rank])
+
+    def failed(rank: int, error: BaseException) -> None:
+        _name_replica(error, rank, devices[rank])
+        errors[rank] = error
+
+    if dispatcher is None:
+        several_gpus = len({device.torch_device for device in devices}) > 1
+        dispatcher = Dispatcher("threads" if several_gpus else "sequential")
+    dispatcher.run(run, failed, modules, (inputs[0], kwargs_tup[0]), devices)
     if errors:
         error = errors[min(errors, key=lambda rank: (isinstance(errors[rank], Exception), rank))]
         # The traceback holds this frame, which must not hold the traceback in turn.
@@ -82,94 +88,6 @@ def parallel_apply(
         finally:
             del error
     return outputs
-
-
-def _ranks_by_device(devices: Sequence[Device]) -> list[list[int]]:
-    groups: dict[torch.device, list[int]] = {}
-    for rank, device in enumerate(devices):
-        groups.setdefault(device.torch_device, []).append(rank)
-    return list(groups.values())
-
-
-def _run_in_threads(
-    run: Callable[[Sequence[int]], None],
-    groups: Sequence[Sequence[int]],
-    devices: Sequence[Device],
-) -> None:
-    """Calls ``run`` with each group in a new thread, in the caller's state; waits for all."""
-
-    def work(ranks: Sequence[int], device: Device, state: _CallerState) -> None:
-        with state.restored(device.torch_device):
-            run(ranks)
-
-    threads = []
-    try:
-        for ranks, device in zip(groups, devices, strict=True):
-            # A context can be entered by one thread only, so each has a copy.
-            arguments = (work, ranks, device, _CallerState.of_this_thread(device))
-            thread = threading.Thread(target=contextvars.copy_context().run, args=arguments)
-            thread.start()
-            threads.append(thread)
-    finally:
-        _join(threads)
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:
-        # A replica cannot be stopped from outside. A second interrupt gives up waiting.
-        for thread in threads:
-            thread.join()
-        raise
-
-
-@dataclass(frozen=True)
-class _CallerState:
-    """What torch keeps for each thread and a replica expects as its caller left it."""
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype, bool], ...]
-    autocast_cache: bool
-    default_device: torch.device
-    stream: torch.cuda.Stream | None
-
-    @classmethod
-    def of_this_thread(cls, device: Device) -> "_CallerState":
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-                for kind in sorted({"cpu", device.kind})
-            ),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            default_device=torch.get_default_device(),
-            stream=torch.cuda.current_stream(device.index) if device.kind == "cuda" else None,
-        )
-
-    @contextmanager
-    def restored(self, device: torch.device) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.stream is not None:
-                stack.enter_context(torch.cuda.stream(self.stream))
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            # After inference mode, which turns gradients off.
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype, enabled in self.autocast:
-                stack.enter_context(
-                    torch.autocast(
-                        kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache
-                    )
-                )
-            if self.default_device.type != "cpu":
-                # A default of the ranks' type stands for the replica's own device.
-                own = device.type == self.default_device.type
-                stack.enter_context(device if own else self.default_device)
-            yield
 
 
 @contextmanager

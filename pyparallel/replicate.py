@@ -1,12 +1,9 @@
 """Replicas: one copy of a module for each rank, with its own parameters and buffers."""
 
-import copy
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel.replicate import _replicatable_module
 
@@ -14,7 +11,8 @@ from pyparallel.bucket import assign_buckets
 from pyparallel.communicator import get_communicator
 from pyparallel.devices import Device
 from pyparallel.functions import Broadcast, broadcast
-from pyparallel.rewire import attributes_to_rewire, rewire
+from pyparallel.rewire import attributes_to_rewire
+from pyparallel.shells import as_type_of, bind, make_shell, own_tensors, restore_compilation
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,21 +47,21 @@ def replicate(network: M, devices: Sequence[Device], detach: bool = False) -> li
     if not devices:
         return []
     modules = list(network.modules())
-    tensors = _own_tensors(modules)
+    tensors = own_tensors(modules)
     copies = _broadcast(tensors, devices, detach)
     originals: list[Any] = [*modules, *tensors]
     to_rewire = [attributes_to_rewire(module, originals) for module in modules]
     replicas = []
     for row in copies:
-        shells = [_shell(module) for module in modules]
+        shells = [make_shell(module) for module in modules]
         substitutes = {
             id(original): substitute
             for original, substitute in zip(originals, chain(shells, row), strict=True)
         }
         for module, shell, names in zip(modules, shells, to_rewire, strict=True):
-            _bind(module, shell, names, substitutes)
+            bind(module, shell, names, substitutes)
         for shell in shells:
-            _restore_compilation(shell)
+            restore_compilation(shell)
         replicas.append(cast(M, shells[0]))
     return replicas
 
@@ -86,17 +84,6 @@ def check_not_modified(replica: nn.Module) -> None:
             )
 
 
-def _own_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Every parameter and buffer once.
-
-    Not network.parameters(), which users override in order to train some only.
-    """
-    parameters = chain.from_iterable(module._parameters.values() for module in modules)
-    buffers = chain.from_iterable(module._buffers.values() for module in modules)
-    unique = {id(tensor): tensor for tensor in chain(parameters, buffers) if tensor is not None}
-    return list(unique.values())
-
-
 def _broadcast(
     tensors: Sequence[Tensor], devices: Sequence[Device], detach: bool
 ) -> list[list[Tensor]]:
@@ -111,83 +98,5 @@ def _broadcast(
             rows = communicator.broadcast(members)
         for row, outputs in zip(copies, rows, strict=True):
             for k, output in zip(bucket, outputs, strict=True):
-                row[k] = _as_type_of(tensors[k], output)
+                row[k] = as_type_of(tensors[k], output)
     return copies
-
-
-def _as_type_of(original: Tensor, output: Tensor) -> Tensor:
-    """Makes the copy of a parameter a parameter, without the constructor, which would detach it."""
-    if output is not original and isinstance(original, nn.Parameter):
-        output.__class__ = type(original)
-        output.__dict__.update(original.__dict__)
-    return output
-
-
-def _shell(module: M) -> M:
-    """A replica whose tensors and sub-modules are still those of the original."""
-    cls = type(module)
-    if cls._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
-        return cast(M, module._replicate_for_data_parallel())  # type: ignore[no-untyped-call]
-    # What nn.Module does there, but without its attribute assignments: the module that
-    # torch.compile returns hands those on to the user's module, which then loses its parameters.
-    replica = cls.__new__(cls)
-    replica.__dict__.update(module.__dict__)
-    replica.__dict__["_is_replica"] = True
-    return replica
-
-
-def _bind(
-    module: nn.Module, replica: nn.Module, names: Sequence[str], substitutes: Mapping[int, Any]
-) -> None:
-    """Gives a replica the tensors and sub-modules of its rank."""
-    children, parameters, buffers = (
-        {key: substitutes.get(id(value), value) for key, value in entries.items()}
-        for entries in (module._modules, module._parameters, module._buffers)
-    )
-    if isinstance(replica, torch.jit.ScriptModule):
-        # Its entries live in C++, where the replica has plain attributes in place of parameters.
-        for key, value in chain(children.items(), parameters.items(), buffers.items()):
-            if value is not None:
-                setattr(replica, key, value)
-        return
-    state = replica.__dict__
-    for kind, entries in (
-        ("_modules", children),
-        ("_parameters", parameters),
-        ("_buffers", buffers),
-    ):
-        state[kind] = copy.copy(module.__dict__[kind])
-        state[kind].update(entries)
-    for name in names:
-        state[name] = rewire(state[name], substitutes)
-    if type(replica).zero_grad is nn.Module.zero_grad:
-        state["zero_grad"] = _zero_grad
-
-
-def _zero_grad(set_to_none: bool = True) -> None:
-    """Warns as torch does in a replica; reading .grad of non-leaf tensors would warn more."""
-    replica = nn.Module()
-    replica.__dict__["_is_replica"] = True
-    replica.zero_grad(set_to_none)
-
-
-def _restore_compilation(replica: nn.Module) -> None:
-    """Makes a compiled module run the replica instead of the original."""
-    # If nobody imported dynamo, nothing is compiled.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return
-    state = replica.__dict__
-    if isinstance(replica, dynamo.OptimizedModule):
-        replica._initialize()
-    compiled = state.get("_compiled_call_impl")
-    if compiled is not None:
-        # module.compile() wrapped a method of the original. Its context, which has the compiled
-        # code, is found in the closure only; without it the replica runs uncompiled.
-        code = getattr(compiled, "__code__", None)
-        cells = dict(zip(code.co_freevars, compiled.__closure__ or (), strict=True)) if code else {}
-        context = cells["self"].cell_contents if "self" in cells else None
-        if isinstance(context, dynamo._TorchDynamoContext):
-            state["_compiled_call_impl"] = context(replica._call_impl)
-        else:
-            state["_compiled_call_impl"] = None

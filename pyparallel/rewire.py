@@ -7,12 +7,14 @@ functions, bound methods and weak references there. Closures and other objects a
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from types import MethodType, NoneType
 from typing import Any
 
 from torch import nn
+
+from pyparallel.mirror import without_mirror
 
 # A list that holds itself ends here.
 _MAX_DEPTH = 8
@@ -22,6 +24,10 @@ _ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
 # Replicas share the hooks with the original, as in torch: a hook that is a bound method, and keeps
 # what it sees, must keep it where the user looks for it. The tree itself is bound by replicate.
 _BOUND_ELSEWHERE = frozenset(nn.Module().__dict__)
+
+
+# Longer ones hold data rather than modules, and looking through them would take time.
+_MAX_WATCHED_ENTRIES = 64
 
 
 class _Placeholder:
@@ -34,9 +40,51 @@ def attributes_to_rewire(module: nn.Module, tree: Iterable[Any]) -> list[str]:
     substitutes = {id(value): placeholder for value in tree}
     return [
         name
-        for name, value in module.__dict__.items()
+        for name, value in without_mirror(module.__dict__).items()
         if name not in _BOUND_ELSEWHERE and rewire(value, substitutes) is not value
     ]
+
+
+def containers_of(module: nn.Module, rewired: Collection[str]) -> list[Any]:
+    """Returns the lists and dicts in a module's attributes that hold objects, or may come to.
+
+    Args:
+        module: A module.
+        rewired: Its attributes that lead into the tree. Long containers are of interest here only.
+    """
+    found: list[Any] = []
+    for name, value in without_mirror(module.__dict__).items():
+        if name not in _BOUND_ELSEWHERE:
+            limit = None if name in rewired else _MAX_WATCHED_ENTRIES
+            _collect_containers(value, found, limit, 0)
+    return found
+
+
+def containers_in(values: Iterable[Any]) -> list[Any]:
+    """Returns the lists and dicts that hold objects, or may come to, in some values."""
+    found: list[Any] = []
+    for value in values:
+        _collect_containers(value, found, None, 0)
+    return found
+
+
+def _collect_containers(value: Any, found: list[Any], limit: int | None, depth: int) -> None:
+    kind = type(value)
+    if kind is functools.partial:
+        items: Any = (*value.args, *value.keywords.values())
+    elif kind in (list, tuple):
+        items = value
+    elif kind in (dict, OrderedDict):
+        items = value.values()
+    else:
+        return
+    if depth > _MAX_DEPTH or (limit is not None and len(items) > limit):
+        return
+    if not items or not _ATOMS.issuperset(map(type, items)):
+        if kind in (list, dict, OrderedDict):
+            found.append(value)
+        for item in items:
+            _collect_containers(item, found, limit, depth + 1)
 
 
 def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:

@@ -15,6 +15,8 @@ from pyparallel.devices import resolve_devices
 
 # A rank that never arrives fails its test long before the limit of the test.
 os.environ.setdefault("PYPARALLEL_TIMEOUT_MS", "20000")
+# A replica that uses another rank's memory fails, as it would on GPUs.
+os.environ.setdefault("PYPARALLEL_CHECK_DEVICES", "1")
 
 
 def _test_devices(n: int) -> list[str]:

@@ -58,7 +58,8 @@ def test_p2p_refuses(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text, level", [("INFO", "INFO"), ("info", "INFO"), ("", None), (None, None)]
+    "text, level",
+    [("INFO", "INFO"), ("info", "INFO"), ("warn", "WARN"), ("", "WARN"), (None, "WARN")],
 )
 def test_debug(monkeypatch, text, level):
     monkeypatch.delenv("PYPARALLEL_DEBUG", raising=False)
@@ -69,7 +70,7 @@ def test_debug(monkeypatch, text, level):
 
 def test_debug_refuses(monkeypatch):
     monkeypatch.setenv("PYPARALLEL_DEBUG", "loud")
-    with pytest.raises(ValueError, match="PYPARALLEL_DEBUG must be INFO, but is 'loud'"):
+    with pytest.raises(ValueError, match="PYPARALLEL_DEBUG must be WARN or INFO, but is 'loud'"):
         env.debug()
 
 

@@ -10,6 +10,7 @@ from pyparallel.communicator import get_communicator
 from pyparallel.data_parallel import DataParallel
 from pyparallel.devices import resolve_devices
 from pyparallel.functions import Broadcast, Gather, ReduceAdd, Scatter
+from pyparallel.gradient_bucket import GradientBucket
 
 DTYPES = [torch.float64, torch.complex128]
 
@@ -153,21 +154,27 @@ class Chain(nn.Module):
         return x
 
 
-def test_sums_run_while_backward_still_runs(monkeypatch, make_devices):
+def test_sums_start_while_backward_still_runs(monkeypatch, make_devices):
     monkeypatch.setattr(bucket, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(bucket, "BUCKET_BYTES", 1)
     log = []
     model = Chain(log)
     for i, layer in enumerate(model.layers):
         layer.weight.register_hook(lambda grad, i=i: log.append(f"sum {i}"))
-    DataParallel(model, make_devices(2))(torch.randn(4, 4)).sum().backward()
-    # Of one queue the engine takes rank 1 first; each sum follows rank 0's gradient at once.
-    last_rank = log[len(log) - log[::-1].index("layer 4") - 1 :]
-    assert last_rank.index("sum 4") < last_rank.index("layer 2")
-    assert last_rank.index("sum 2") < last_rank.index("layer 0")
-    assert [entry for entry in log if entry.startswith("sum")] == [
-        f"sum {i}" for i in reversed(range(5))
-    ]
+    launch = GradientBucket.launch
+
+    def logged(self, grads):
+        log.append("launch")
+        return launch(self, grads)
+
+    monkeypatch.setattr(GradientBucket, "launch", logged)
+    model = DataParallel(model, make_devices(2), dispatch="sequential")
+    model(torch.randn(4, 4)).sum().backward()
+    # Of one queue the engine takes rank 1 first; each launch follows rank 0's gradient at once.
+    rank_1 = [f"layer {i}" for i in reversed(range(5))]
+    rank_0 = [entry for layer in rank_1 for entry in (layer, "launch")]
+    # Nobody waits for a sum before the end, and they come in the order of their launches.
+    assert log == [*rank_1, *rank_0, *(f"sum {i}" for i in reversed(range(5)))]
 
 
 def test_without_sequence_numbers_sums_are_right(monkeypatch, communicator):
@@ -176,7 +183,7 @@ def test_without_sequence_numbers_sums_are_right(monkeypatch, communicator):
 
     weight = leaf(3)
     outputs = Broadcast.apply(communicator(2), weight)
-    monkeypatch.setattr(functions, "_apply", lambda *args: (Node, *outputs[1:]))
+    monkeypatch.setattr(functions, "apply", lambda *args: (Node, *outputs[1:]))
     rows = functions.broadcast(communicator(2), [weight])
     rows[1][0].sum().backward()
     assert torch.equal(weight.grad, torch.ones(3, dtype=torch.float64))

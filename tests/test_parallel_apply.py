@@ -1,19 +1,19 @@
-"""Threads, the state they take over, order of ranks on one device, exceptions."""
+"""Outputs, exceptions, the state that replicas see, order of ranks, whichever way they run."""
 
 import contextlib
 import contextvars
 import gc
-import importlib
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from pyparallel.devices import resolve_devices, virtual_devices
+from pyparallel.dispatch import Dispatcher
+from pyparallel.parallel_apply import parallel_apply
 
-# The package exports no function of this name, but the class does; get the module.
-module_under_test = importlib.import_module("pyparallel.parallel_apply")
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
 
 
@@ -26,33 +26,26 @@ class Call(nn.Module):
         return self.function(*args, **kwargs)
 
 
-@pytest.fixture(params=["one thread", "a thread for each rank"])
-def threaded(request, monkeypatch):
-    """Virtual devices share a thread; here also as if each were a GPU of its own."""
-    separate = request.param != "one thread"
-    if separate:
-        monkeypatch.setattr(
-            module_under_test,
-            "_ranks_by_device",
-            lambda devices: [[r] for r in range(len(devices))],
-        )
-    return separate
+@pytest.fixture(params=["sequential", "threads", "auto"])
+def dispatch(request):
+    return request.param
 
 
-def apply(functions, inputs=None, kwargs=None):
+def apply(functions, inputs=None, kwargs=None, dispatch=None):
     n = len(functions)
-    return module_under_test.parallel_apply(
+    return parallel_apply(
         [Call(function) for function in functions],
         inputs or [()] * n,
         kwargs or [{}] * n,
         resolve_devices(virtual_devices(n)),
+        Dispatcher(dispatch) if dispatch else None,
     )
 
 
-def test_outputs_are_in_the_order_of_ranks(threaded):
+def test_outputs_are_in_the_order_of_ranks(dispatch):
     inputs = [(1,), [2], 3, torch.tensor(4)]
     kwargs = [{"add": 10 * rank} for rank in range(4)]
-    assert apply([lambda x, add: x + add] * 4, inputs, kwargs) == [1, 12, 23, 34]
+    assert apply([lambda x, add: x + add] * 4, inputs, kwargs, dispatch) == [1, 12, 23, 34]
 
 
 def test_ranks_of_one_device_run_in_order_in_the_callers_thread():
@@ -61,33 +54,15 @@ def test_ranks_of_one_device_run_in_order_in_the_callers_thread():
     assert log == [(rank, threading.get_ident()) for rank in range(4)]
 
 
-def test_ranks_of_several_devices_run_at_once(monkeypatch):
-    devices = resolve_devices(virtual_devices(4))
-    monkeypatch.setattr(module_under_test, "_ranks_by_device", lambda devices: [[0, 2], [1, 3]])
-    barrier = threading.Barrier(2, timeout=30)
-    log = []
-
-    def forward(rank):
-        barrier.wait()
-        log.append((rank, threading.get_ident()))
-
-    module_under_test.parallel_apply([Call(forward)] * 4, [0, 1, 2, 3], [{}] * 4, devices)
-    threads = dict(log)
-    assert sorted(log)[0][0] == 0 and len(log) == 4
-    assert threads[0] == threads[2] != threads[1] == threads[3]
-    assert threading.get_ident() not in threads.values()
+def test_replicas_that_wait_for_each_other_do_not_hang(dispatch):
+    """Also where nothing was said about dispatch, and with fewer threads than ranks."""
+    for chosen in (dispatch, None):
+        barrier = threading.Barrier(4, timeout=60)
+        apply([barrier.wait] * 4, dispatch=chosen)
 
 
-def test_grouping_is_by_physical_device():
-    class Fake:
-        def __init__(self, device):
-            self.torch_device = torch.device(device)
-
-    def group(*names):
-        return module_under_test._ranks_by_device([Fake(name) for name in names])
-
-    assert group("cuda:0", "cuda:1", "cuda:0") == [[0, 2], [1]]
-    assert group("cpu", "cpu") == [[0, 1]]
+def test_no_replicas(dispatch):
+    assert apply([], dispatch=dispatch) == []
 
 
 def state():
@@ -112,30 +87,31 @@ def state():
         lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     ],
 )
-def test_replicas_see_the_callers_state(threaded, context):
+def test_replicas_see_the_callers_state(dispatch, context):
     token = VARIABLE.set("caller")
     try:
         with context():
             expected = state()
-            assert apply([state] * 3) == [expected] * 3
+            assert apply([state] * 3, dispatch=dispatch) == [expected] * 3
     finally:
         VARIABLE.reset(token)
 
 
-def test_gradients_inside_inference_mode_stay_as_the_caller_has_them(threaded):
+def test_gradients_inside_inference_mode_stay_as_the_caller_has_them(dispatch):
     with torch.inference_mode(), torch.enable_grad():
         expected = state()
-        assert expected[0] and apply([state] * 2) == [expected] * 2
+        assert expected[0] and apply([state] * 2, dispatch=dispatch) == [expected] * 2
 
 
-def test_default_device_is_handed_over(threaded):
+def test_default_device_is_handed_over(dispatch):
     with torch.device("meta"):
-        assert apply([lambda: torch.empty(2).device.type] * 2) == ["meta", "meta"]
+        kinds = apply([lambda: torch.empty(2).device.type] * 2, dispatch=dispatch)
+        assert kinds == ["meta", "meta"]
 
 
-def test_the_callers_state_and_thread_counts_stay_as_they_were(threaded):
+def test_the_callers_state_and_thread_counts_stay_as_they_were(dispatch):
     count = torch.get_num_threads()
-    apply([lambda: torch.ones(64, 64) @ torch.ones(64, 64)] * 4)
+    apply([lambda: torch.ones(64, 64) @ torch.ones(64, 64)] * 4, dispatch=dispatch)
     assert torch.get_num_threads() == count
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -175,48 +151,58 @@ def raising(error):
         lambda: StopIteration(),
     ],
 )
-def test_the_users_exception_arrives_as_it_is(threaded, make):
+def test_the_users_exception_arrives_as_it_is(dispatch, make):
     error = make()
     with pytest.raises(type(error)) as caught:
-        apply([lambda: 1, raising(error), raising(RuntimeError("later"))])
+        apply([lambda: 1, raising(error), raising(RuntimeError("later"))], dispatch=dispatch)
     assert caught.value is error
     assert error.args == make().args
     assert error.__notes__ == [f"Caught {type(error).__name__} in replica 1 on device 1."]
     assert any(entry.name == "forward" for entry in caught.traceback)
-    assert apply([lambda: 1] * 3) == [1, 1, 1]
+    assert apply([lambda: 1] * 3, dispatch=dispatch) == [1, 1, 1]
 
 
-def test_the_lowest_rank_wins_and_all_threads_end(threaded):
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="first"):
-        apply([raising(ValueError("first")), raising(KeyError("second")), lambda: 1])
-    assert threading.active_count() == before
+def test_the_lowest_rank_wins(dispatch):
+    def slowly():
+        time.sleep(0.05)
+        raise ValueError("first")
+
+    for _ in range(5):
+        with pytest.raises(ValueError, match="first"):
+            apply([slowly, raising(KeyError("second")), lambda: 1], dispatch=dispatch)
 
 
-def test_no_reference_cycles(threaded):
+def test_no_reference_cycles(dispatch):
     def fail():
         raise ValueError("bad")
 
     gc.collect()
     gc.disable()
     try:
-        apply([lambda: 1] * 3)
+        apply([lambda: 1] * 3, dispatch=dispatch)
         assert gc.collect() == 0
         with contextlib.suppress(ValueError):
-            apply([lambda: 1, fail])
+            apply([lambda: 1, fail], dispatch=dispatch)
         assert gc.collect() == 0
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_exits_and_interrupts_come_first(threaded, kind, monkeypatch):
-    functions = [lambda: 1, raising(kind()), lambda: 2]
+def test_exits_and_interrupts_come_first(dispatch, kind):
     with pytest.raises(kind):
-        apply(functions)
-    if threaded:
-        with pytest.raises(kind):
-            apply([raising(ValueError("lower rank")), raising(kind())])
+        apply([lambda: 1, raising(kind()), lambda: 2], dispatch=dispatch)
+    barrier = threading.Barrier(2, timeout=60)
+
+    def fail(error):
+        def forward():
+            barrier.wait()
+            raise error
+
+        return forward
+
+    with pytest.raises(kind):
+        apply([fail(ValueError("lower rank")), fail(kind())], dispatch=dispatch)
 
 
 def test_a_cause_names_the_replica_where_exceptions_have_no_notes():
@@ -277,18 +263,4 @@ def test_lengths_are_checked_in_torchs_words(what):
     arguments = {"inputs": [1, 1], "kwargs_tup": [{}, {}], "devices": virtual_devices(2)}
     arguments[what] = arguments[what][:1]
     with pytest.raises(AssertionError, match=f"number of modules 2 is not equal to .* {what} 1"):
-        module_under_test.parallel_apply([Call(len)] * 2, **arguments)
-
-
-def test_an_interrupt_while_waiting_still_waits_for_the_replicas(monkeypatch):
-    joined = []
-
-    class Interrupted:
-        def join(self):
-            joined.append(self)
-            if len(joined) == 1:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        module_under_test._join([Interrupted(), Interrupted()])
-    assert len(joined) == 3
+        parallel_apply([Call(len)] * 2, **arguments)

@@ -31,7 +31,8 @@ needs_nvcc = pytest.mark.skipif(sass.find_nvcc() is None, reason="nvcc was not f
 def kernel_name(mangled):
     """``sum_kernel float`` and the like; i, l, f, d are the mangled int, long, float and double."""
     kernel, own_type, plain_type = re.search(
-        r"((?:copy|sum|flag|ll)_kernel)(?!s)(?:I(?:N\w*?\d(Half|BFloat16|CopyOnly)|([ilfd]))E)?",
+        r"((?:copy|sum|flag|ll|send|find|receive)_kernel)(?!s)"
+        r"(?:I(?:N\w*?\d(Half|BFloat16|CopyOnly)|([ilfd]))E)?",
         mangled,
     ).groups()
     return f"{kernel} {own_type or plain_type or ''}".strip()
@@ -47,7 +48,7 @@ def kernels(request, tmp_path_factory):
     """All kernels by name, for one architecture after the other."""
     folder = tmp_path_factory.mktemp(request.param)
     found = {}
-    for name in ("event", "flag", "ll"):
+    for name in ("event", "flag", "ll", "send"):
         found |= kernels_of(CUDA / f"{name}_kernels.cu", SOURCES, folder, request.param)
     return found
 
@@ -101,7 +102,8 @@ def order_faults(kernel):
 @needs_nvcc
 def test_kernels_access_global_memory_only(kernels) -> None:
     names = {f"{kind}_kernel {t}" for kind in ("sum", "flag", "ll") for t in TYPES}
-    assert set(kernels) == {"copy_kernel", "flag_kernel CopyOnly", *names}
+    changed = {"send_kernel", "find_kernel", "receive_kernel"}
+    assert set(kernels) == {"copy_kernel", "flag_kernel CopyOnly", *changed, *names}
     faults = {name: memory_faults(kernel) for name, kernel in kernels.items()}
     assert {name: found for name, found in faults.items() if found} == {}
 
@@ -199,6 +201,20 @@ def test_copies_have_eight_packs_in_flight(kernels) -> None:
     # The loop around the (unrolled) loop over destinations.
     loops = pack_loops(kernels["copy_kernel"].loops())
     assert any(loads == 8 and stores >= 8 and stores % 8 == 0 for loads, stores in loops)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", ["send_kernel", "find_kernel"])
+def test_hashes_have_eight_packs_in_flight(kernels, kernel) -> None:
+    # Each pack with its key and the next one; two sums of two products each.
+    products = r"IMAD\.WIDE\.U32|UIMAD\.WIDE\.U32"
+    loops = [
+        loop
+        for loop in kernels[kernel].innermost_loops()
+        if loop.count(r"LDG\.E\.128$") == 24 and loop.count(products) >= 8 * 4
+    ]
+    assert loops
+    assert all(len(loop.code) <= 8 * 32 for loop in loops)
 
 
 @needs_nvcc

@@ -30,6 +30,12 @@ struct Task {
   DType dtype;
 };
 
+namespace host {
+class CommunicationThread;
+}
+class SegmentSender;
+struct SendTable;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -57,6 +63,8 @@ class Backend {
   virtual void release_host(void* memory) noexcept = 0;
   // Writes host bytes into memory from allocate(); complete on return.
   virtual void write(u32 rank, void* to, const void* from, u64 bytes) = 0;
+  // Reads such memory, which no running work may write.
+  virtual void read(u32 rank, void* to, const void* from, u64 bytes) = 0;
 
   // Work launched next starts after everything queued so far on every rank's caller stream, because
   // one rank's kernels read and write other ranks' memory.
@@ -83,6 +91,13 @@ class Backend {
   virtual u64 ticket() = 0;
   virtual bool finished(u64 ticket) = 0;
   virtual bool wait(u64 ticket, u64 timeout_ns) = 0;
+
+  // Refers to this backend.
+  virtual std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) = 0;
+
+  // Where end() returns only when all work is done: the thread that runs operations for callers who
+  // do not want to wait. Null where launches return at once.
+  virtual host::CommunicationThread* communication_thread() { return nullptr; }
 };
 
 std::unique_ptr<Backend> make_host_backend(u32 nranks);

@@ -22,6 +22,22 @@ struct GpuContext {
   PP_D void sync() const { __syncthreads(); }
   PP_D bool sync_and(bool ok) const { return __syncthreads_and(ok) != 0; }
 
+  // nthreads() is a multiple of 32.
+  PP_D u64 sync_sum(u64 value) const {
+    __shared__ u64 warps[32];
+    for (u32 step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    __syncthreads();  // because the block may still be reading the sums of the last call
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    u64 total = 0;
+    for (u32 w = 0; w < blockDim.x / 32; ++w) total += warps[w];
+    return total;
+  }
+  PP_D void add(u64* word, u64 value) const {
+    __builtin_assume(__isGlobal(word));
+    atomicAdd(reinterpret_cast<unsigned long long*>(word), value);
+  }
+
   // Every pointer of ours is global memory, on this device, on a peer or mapped from the host. The
   // compiler cannot know that of pointers that it loads from memory, and would emit generic
   // accesses.

@@ -11,6 +11,10 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/host/host_context.h"
+#include "backend/segment_sender.h"
+#include "device/element_type.h"
+#include "device/flag_ordered.h"
 
 namespace pyparallel::testing {
 
@@ -48,6 +52,9 @@ class WrappedBackend : public Backend {
   void write(u32 rank, void* to, const void* from, u64 bytes) override {
     host_->write(rank, to, from, bytes);
   }
+  void read(u32 rank, void* to, const void* from, u64 bytes) override {
+    host_->read(rank, to, from, bytes);
+  }
   void begin(std::span<const StreamHandle> callers) override {
     ++launches;
     host_->begin(callers);
@@ -63,6 +70,12 @@ class WrappedBackend : public Backend {
   u64 ticket() override { return host_->ticket(); }
   bool finished(u64 ticket) override { return host_->finished(ticket); }
   bool wait(u64 ticket, u64 timeout_ns) override { return host_->wait(ticket, timeout_ns); }
+  std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) override {
+    return host_->make_segment_sender(table);
+  }
+  host::CommunicationThread* communication_thread() override {
+    return host_->communication_thread();
+  }
 
   int allocations = 0;       // not yet released
   int allocation_calls = 0;  // ever made

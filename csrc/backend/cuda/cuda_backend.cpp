@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "../../check.h"
+#include "../../hash_sender.h"
 #include "cuda_check.h"
 #include "cuda_info.h"
 #include "device_guard.h"
@@ -62,6 +63,7 @@ class CudaBackend final : public Backend {
   void* allocate_host(u64 bytes) override;
   void release_host(void* memory) noexcept override;
   void write(u32 rank, void* to, const void* from, u64 bytes) override;
+  void read(u32 rank, void* to, const void* from, u64 bytes) override;
 
   void begin(std::span<const StreamHandle> callers) override;
   void launch(u32 rank, std::span<const Task> tasks) override;
@@ -73,6 +75,7 @@ class CudaBackend final : public Backend {
   u64 ticket() override;
   bool finished(u64 ticket) override;
   bool wait(u64 ticket, u64 timeout_ns) override;
+  std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) override;
 
  private:
   int device_of(u32 rank) const { return order_->device(order_->device_index(rank)); }
@@ -83,6 +86,33 @@ class CudaBackend final : public Backend {
   std::vector<LocalRanks> local_;          // per device
   std::unordered_set<void*> host_memory_;  // what allocate() gave that lies in host memory
   u32 max_channels_ = 0;
+};
+
+// Launches of a hash sender on the communication streams.
+class CudaHashSender final : public HashSender {
+ public:
+  CudaHashSender(CudaBackend& backend, StreamOrder& order, const SendTable& table)
+      : HashSender(backend, table), order_(order) {}
+
+ private:
+  template <class Args>
+  void launch(void (*kernel)(const Args&, cudaStream_t), u32 rank, const Args& args) {
+    const DeviceGuard guard;
+    const u32 index = order_.device_index(rank);
+    set_device(order_.device(index));
+    kernel(args, order_.stream(index));
+  }
+  void launch_send(u32 rank, const SendArgs& args) override {
+    launch(launch_send_kernel, rank, args);
+  }
+  void launch_find(u32 rank, const SendArgs& args) override {
+    launch(launch_find_kernel, rank, args);
+  }
+  void launch_receive(u32 rank, const ReceiveArgs& args) override {
+    launch(launch_receive_kernel, rank, args);
+  }
+
+  StreamOrder& order_;
 };
 
 CudaBackend::CudaBackend(const std::vector<int>& rank_devices)
@@ -99,6 +129,7 @@ CudaBackend::CudaBackend(const std::vector<int>& rank_devices)
     set_device(device);
     load_event_kernels();
     load_peer_kernels();
+    load_send_kernels();
     const u32 blocks =
         load_flag_kernels() * static_cast<u32>(attribute(cudaDevAttrMultiProcessorCount, device));
     const bool cooperative = attribute(cudaDevAttrCooperativeLaunch, device) != 0;
@@ -171,20 +202,26 @@ void CudaBackend::release_host(void* memory) noexcept {
 }
 
 void CudaBackend::write(u32 rank, void* to, const void* from, u64 bytes) {
-  if (host_memory_.contains(to)) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
   const DeviceGuard guard;
   const int device = device_of(rank);
   set_device(device);
-  PP_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, setup_stream(device)));
+  // Default, because the memory may be the host's.
+  PP_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, setup_stream(device)));
   PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
 }
 
 bool CudaBackend::capturing(std::span<const StreamHandle> callers) {
   const DeviceGuard guard;
   return order_->capturing(callers);
+}
+
+void CudaBackend::read(u32 rank, void* to, const void* from, u64 bytes) {
+  const DeviceGuard guard;
+  const int device = device_of(rank);
+  set_device(device);
+  // Default, because the memory may be the host's.
+  PP_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, setup_stream(device)));
+  PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
 }
 
 void CudaBackend::begin(std::span<const StreamHandle> callers) {
@@ -241,6 +278,10 @@ bool CudaBackend::finished(u64 ticket) {
 bool CudaBackend::wait(u64 ticket, u64 timeout_ns) {
   const DeviceGuard guard;
   return order_->wait(ticket, timeout_ns);
+}
+
+std::unique_ptr<SegmentSender> CudaBackend::make_segment_sender(const SendTable& table) {
+  return std::make_unique<CudaHashSender>(*this, *order_, table);
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <cstring>
 
 #include "../../check.h"
+#include "communication_thread.h"
+#include "compare_sender.h"
 #include "flag_blocks.h"
 #include "task_batch.h"
 
@@ -32,6 +34,8 @@ void HostBackend::write(u32, void* to, const void* from, u64 bytes) {
   std::memcpy(to, from, bytes);
 }
 
+void HostBackend::read(u32, void* to, const void* from, u64 bytes) { std::memcpy(to, from, bytes); }
+
 u32 HostBackend::max_channels() const { return kMaxFlagChannels; }
 
 // Whatever a call that failed had left is dropped.
@@ -49,6 +53,14 @@ void HostBackend::launch_flagged(const FlagArgs& args) {
 void HostBackend::barrier() {
   run_tasks(pending_);
   pending_.clear();
+}
+
+std::unique_ptr<SegmentSender> HostBackend::make_segment_sender(const SendTable& table) {
+  return std::make_unique<CompareSender>(table);
+}
+
+CommunicationThread* HostBackend::communication_thread() {
+  return &CommunicationThread::instance();
 }
 
 void HostBackend::end(std::span<const StreamHandle>) { barrier(); }

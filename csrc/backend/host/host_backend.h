@@ -19,6 +19,7 @@ class HostBackend : public Backend {
   void* allocate_host(u64 bytes) override;
   void release_host(void* memory) noexcept override;
   void write(u32 rank, void* to, const void* from, u64 bytes) override;
+  void read(u32 rank, void* to, const void* from, u64 bytes) override;
 
   void begin(std::span<const StreamHandle> callers) override;
   void launch(u32 rank, std::span<const Task> tasks) override;
@@ -30,6 +31,8 @@ class HostBackend : public Backend {
   u64 ticket() override { return 0; }
   bool finished(u64) override { return true; }
   bool wait(u64, u64) override { return true; }
+  std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) override;
+  CommunicationThread* communication_thread() override;
 
  private:
   std::vector<Task> pending_;  // launched since the last barrier

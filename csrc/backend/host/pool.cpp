@@ -12,6 +12,10 @@
 namespace pyparallel::host {
 namespace {
 
+constexpr u32 kBackgroundShare = 4;  // one thread of up to seven cores, two of eight
+
+thread_local bool in_background = false;
+
 u32 usable_cores() {
 #if defined(__linux__)
   cpu_set_t cores;
@@ -32,6 +36,24 @@ void Pool::start_workers() {
   }
 }
 
+void Pool::work_in_background() { in_background = true; }
+
+Pool::Hurry::Hurry() : pool_(instance()) {
+  pool_.hurries_.fetch_add(1, std::memory_order_relaxed);
+  pool_.wakeups_.fetch_add(1, std::memory_order_release);
+  pool_.wakeups_.notify_all();
+}
+
+Pool::Hurry::~Hurry() { pool_.hurries_.fetch_sub(1, std::memory_order_relaxed); }
+
+// Workers worth waking for a job. A Hurry that begins between this look and the job's start wakes
+// nobody for it: the job is slower then, and nothing else.
+u64 Pool::helpers(u64 ntiles) const {
+  const bool background = in_background && hurries_.load(std::memory_order_relaxed) == 0;
+  const u64 threads = background ? std::max(concurrency_ / kBackgroundShare, 1u) : concurrency_;
+  return std::min(ntiles, threads) - 1;
+}
+
 void Pool::run(u64 ntiles, Body body, void* context) {
   if (ntiles == 0) return;
   const std::lock_guard<std::mutex> lock(run_mutex_);
@@ -44,10 +66,11 @@ void Pool::run(u64 ntiles, Body body, void* context) {
   unclaimed_.store(ntiles, std::memory_order_release);
   // The bump makes a worker that is about to fall asleep look again.
   wakeups_.fetch_add(1, std::memory_order_release);
-  if (ntiles > nworkers_) {
+  const u64 wanted = helpers(ntiles);
+  if (wanted >= nworkers_) {
     wakeups_.notify_all();
   } else {
-    for (u64 i = 1; i < ntiles; ++i) wakeups_.notify_one();
+    for (u64 i = 0; i < wanted; ++i) wakeups_.notify_one();
   }
   drain();
   // Acquire: pairs with the release in drain() of whoever finished the last tile.

@@ -1,0 +1,171 @@
+"""What a module consisted of when it was last looked at, and what has changed since.
+
+Detection is a walk by identity in the compiled core: modules (type, attributes, entries), the
+containers among their attributes that replicas have copies of, attributes of tensors, and what
+describes a tensor's memory. Values of tensors are not looked at here: the transfer compares them.
+"""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyparallel import _C
+from pyparallel.layout import is_dense
+from pyparallel.rewire import attributes_to_rewire, containers_of
+from pyparallel.shells import is_plain, own_tensors
+
+_Tensor: Any = torch._C.TensorBase
+# p.data = other moves no version counter, so what describes the memory is read at each forward.
+# A tensor cannot change its device without changing its address.
+_DESCRIPTION = [
+    _Tensor.requires_grad,
+    _Tensor.dtype,
+    _Tensor.data_ptr,
+    _Tensor.shape,
+    _Tensor.stride,
+]
+
+
+class ModuleState:
+    """The modules and tensors below a root, and snapshots of all that replicas are made of.
+
+    Attributes:
+        modules: All modules, the root first.
+        tensors: Every parameter and buffer once.
+        originals: Both: everything for which a replica has a substitute.
+        entries: For each module its tensors: (name of the dict, key, position in ``tensors``).
+        rewired: For each module the names of the attributes that lead into the tree.
+    """
+
+    def __init__(self, modules: list[nn.Module], tensors: list[Tensor]) -> None:
+        self.modules = modules
+        self.tensors = tensors
+        self.originals: list[Any] = [*modules, *tensors]
+        position = {id(tensor): k for k, tensor in enumerate(tensors)}
+        self.entries = [
+            [
+                (kind, key, position[id(tensor)])
+                for kind in ("_parameters", "_buffers")
+                for key, tensor in module.__dict__[kind].items()
+                if tensor is not None
+            ]
+            for module in modules
+        ]
+        self.rewired = [attributes_to_rewire(module, self.originals) for module in modules]
+        self._structures = [_structure(module) for module in modules]
+        self._containers = list(map(containers_of, modules, self.rewired))
+        self._look()
+        self.look_at_memory()
+        self._valid = True
+
+    def look_at_memory(self) -> None:
+        """Takes the present description of all tensors as the reference."""
+        self._memory = _C.AttributeSnapshot(self.tensors, _DESCRIPTION)
+
+    def memory_changed(self) -> bool:
+        """Whether a tensor lies elsewhere, or became another kind of tensor."""
+        return self._memory.check() != -1
+
+    def changes(self) -> tuple[list[int], list[int]] | None:
+        """Finds what changed since the last call, and takes it as the new reference.
+
+        Returns:
+            Positions of the modules and of the tensors whose attributes changed. None if modules or
+            tensors came, went or were replaced, until they are the old ones again.
+        """
+        if not self._valid:
+            return self._look_at_all()
+        index = self._identities.check()
+        if index == -1:
+            return _NOTHING
+        changed: dict[int, None] = {}
+        tensors: list[int] = []
+        while index != -1:
+            self._identities.update(index)
+            if index < len(self._owners):
+                changed[self._owners[index]] = None
+            else:
+                tensors.append(index - len(self._owners))
+            index = self._identities.check(index + 1)
+        look_again = False
+        for i in changed:
+            module = self.modules[i]
+            if not _same_structure(self._structures[i], _structure(module)):
+                self._valid = False
+                return None
+            self.rewired[i] = attributes_to_rewire(module, self.originals)
+            containers = containers_of(module, self.rewired[i])
+            if list(map(id, containers)) != list(map(id, self._containers[i])):
+                self._containers[i] = containers
+                look_again = True
+        if look_again:
+            self._look()
+        return list(changed), tensors
+
+    def _look_at_all(self) -> tuple[list[int], list[int]] | None:
+        for structure, module in zip(self._structures, self.modules, strict=True):
+            if not _same_structure(structure, _structure(module)):
+                return None
+        self._valid = True
+        self.rewired = [attributes_to_rewire(module, self.originals) for module in self.modules]
+        self._containers = list(map(containers_of, self.modules, self.rewired))
+        self._look()
+        return list(range(len(self.modules))), list(range(len(self.tensors)))
+
+    def _look(self) -> None:
+        containers = list(chain.from_iterable(self._containers))
+        self._owners = [
+            *range(len(self.modules)),
+            *chain.from_iterable([i] * len(own) for i, own in enumerate(self._containers)),
+        ]
+        self._identities = _C.IdentitySnapshot([*self.modules, *containers, *self.tensors])
+
+
+_NOTHING: tuple[list[int], list[int]] = ([], [])
+
+
+def look(root: nn.Module) -> ModuleState | None:
+    """Returns the state of the modules below ``root``; None if replicas of them cannot be kept.
+
+    They can if all modules are plain ones and all tensors are dense blocks of memory that autograd
+    did not compute.
+
+    Raises:
+        ValueError: A parameter of a lazy module has no shape yet.
+    """
+    modules = list(root.modules())
+    if not all(map(is_plain, modules)):
+        return None
+    tensors = own_tensors(modules)
+    return ModuleState(modules, tensors) if all(map(_can_persist, tensors)) else None
+
+
+def _can_persist(tensor: Tensor) -> bool:
+    return (
+        (type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter))
+        and tensor.is_leaf
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and is_dense(tensor)
+    )
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    state = module.__dict__
+    return (
+        type(module),
+        dict(state["_modules"]),
+        dict(state["_parameters"]),
+        dict(state["_buffers"]),
+    )
+
+
+def _same_structure(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+    return old[0] is new[0] and all(
+        list(a) == list(b) and all(a[key] is b[key] for key in a)
+        for a, b in zip(old[1:], new[1:], strict=True)
+    )

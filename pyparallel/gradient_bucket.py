@@ -1,0 +1,127 @@
+"""The sum of one bucket's gradients over all ranks: launched in backward, waited for later."""
+
+import threading
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyparallel.accumulation import Accumulation
+from pyparallel.communicator import Communicator
+from pyparallel.flat import FlatLayout
+from pyparallel.layout import with_strides
+from pyparallel.reduction import core_dtype
+from pyparallel.streams import current_streams
+
+OptionalTensors = Sequence[Tensor | None]
+_layout = attrgetter("layout")
+
+
+class GradientBucket:
+    """Sums gradients of the same parameters again and again.
+
+    Args:
+        communicator: Its rank 0 gets the sums.
+        parameters: Dense tensors of one dtype.
+        accumulation: Gradients that were kept on the ranks, and whether to keep more.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        parameters: Sequence[Tensor],
+        accumulation: Accumulation,
+    ) -> None:
+        self.communicator = communicator
+        self.accumulation = accumulation
+        self.count = len(parameters)
+        self._layout = FlatLayout(parameters)
+        self._strides = [p.stride() for p in parameters] * len(communicator.devices)
+        self._complex = parameters[0].is_complex()
+        self._dtype = core_dtype(parameters[0].dtype)
+        # (ticket, all that must stay as it is until the sum is done)
+        self._running: list[tuple[int, Any]] = []
+        self._waiting = threading.Lock()
+
+    def launch(self, grads: OptionalTensors) -> list[Tensor | None]:
+        """Starts to sum the gradients of rank 0, rank 1, ...
+
+        Returns:
+            New tensors with the strides of the parameters, None where no rank has a gradient. Their
+            values are there after ``wait``. Nothing else refers to them, so autograd may keep them.
+        """
+        present = [grad for grad in grads if grad is not None]
+        if self._dtype is None or any(kind is not torch.strided for kind in map(_layout, present)):
+            rows = [grads[at : at + self.count] for at in range(0, len(grads), self.count)]
+            return self.communicator.reduce_add(rows)
+        device = self.communicator.devices[0].torch_device
+        destination, sums = self._layout.allocate(device)
+        if len(present) < len(grads):
+            terms = [
+                None if grad is None else with_strides(grad, stride)
+                for grad, stride in zip(grads, self._strides, strict=True)
+            ]
+            results = [
+                total if any(term is not None for term in terms[i :: self.count]) else None
+                for i, total in enumerate(sums)
+            ]
+            pointers = [0 if term is None else term.data_ptr() for term in terms]
+            moved = [i for i in self._layout.nonempty if results[i] is not None]
+            self._start(pointers, moved, destination, (terms, sums[0].untyped_storage()))
+            return results
+        if not self._fit(present):
+            present = list(map(with_strides, present, self._strides))
+        pointers = list(map(Tensor.data_ptr, present))
+        # The storage, not the sums: autograd keeps them only if nobody else does.
+        memory = sums[0].untyped_storage()
+        self._start(pointers, self._layout.nonempty, destination, (present, memory))
+        return list(sums)
+
+    def wait(self) -> None:
+        """Returns when all sums launched so far are there. Raises what went wrong."""
+        if not self._running:
+            return
+        # Another thread may wait for a sum of ours: it is in the list until it is done.
+        with self._waiting:
+            while self._running:
+                ticket = self._running[0][0]
+                try:
+                    self.communicator.core.wait(ticket)
+                finally:
+                    del self._running[0]
+
+    def _fit(self, grads: Sequence[Tensor]) -> bool:
+        """Whether the gradients lie in memory as the parameters do."""
+        return (
+            list(map(Tensor.stride, grads)) == self._strides
+            and not any(map(Tensor.is_neg, grads))
+            and not (self._complex and any(map(Tensor.is_conj, grads)))
+        )
+
+    def _start(
+        self, pointers: list[int], moved: list[int], destination: int, needed: object
+    ) -> None:
+        """Queues the sum of the tensors ``moved``; keeps what it needs until it is done."""
+        if not moved:
+            return
+        offsets, sizes = self._layout.offsets, self._layout.nbytes
+        rows = [pointers[at : at + self.count] for at in range(0, len(pointers), self.count)]
+        if len(moved) < self.count:
+            offsets, sizes, *rows = (
+                [values[i] for i in moved] for values in (offsets, sizes, *rows)
+            )
+        assert self._dtype is not None
+        ticket = self.communicator.core.reduce_add(
+            0,
+            rows,
+            offsets,
+            sizes,
+            destination,
+            self._dtype,
+            current_streams(self.communicator.devices),
+            asynchronous=True,
+        )
+        if ticket:
+            self._running.append((ticket, needed))

@@ -1,0 +1,262 @@
+"""Trees of replicas that persist, in a pool from which each forward takes one.
+
+A tree is free when nobody but us refers to its modules. A checkpoint inside the module, another
+thread, or whoever keeps a replica holds it, and then the next forward takes another one: the
+holder will read the weights and attributes that the replica has now.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from pyparallel import _C
+from pyparallel.detection import ModuleState
+from pyparallel.mirror import mirror
+from pyparallel.owned import OwnedTensors
+from pyparallel.rank_values import RankValues
+from pyparallel.rewire import containers_in
+from pyparallel.shells import bind, fill_shell, restore_compilation
+
+# Beyond these, a tree in use is left to its users.
+_MAX_TREES = 8
+# How deep references among a tree's modules are looked for in what forward wrote.
+_MAX_DEPTH = 3
+
+
+class ReplicaTree:
+    """One replica of a module for each rank.
+
+    Attributes:
+        roots: The replicas.
+        values: The tensors that they hold.
+    """
+
+    def __init__(self, state: ModuleState, values: RankValues) -> None:
+        self.values = values
+        self._state = state
+        # [rank][i] is the replica of module i.
+        self._shells: list[list[nn.Module]] = [
+            [type(module).__new__(type(module)) for module in state.modules] for _ in values.rows
+        ]
+        self.roots = [shells[0] for shells in self._shells]
+        self._all = [shell for shells in self._shells for shell in shells]
+        self._stale: set[int] = set()
+        self._renew_substitutes()
+        everything = range(len(self._all))
+        for position in everything:
+            self._fill(position)
+        for position in everything:
+            restore_compilation(self._all[position])
+        self._look()
+        self._clean = True
+        self._idle = _C.reference_count(self._all)
+
+    def is_ready(self, values: RankValues) -> bool:
+        """Whether it equals the original, with these values, and nobody uses it."""
+        return (
+            self._clean
+            and not self._stale
+            and self.values is values
+            and _C.reference_count(self._all) == self._idle
+        )
+
+    def is_free(self) -> bool:
+        """Whether nobody uses it. If so, what forward wrote is undone."""
+        return self._clean_unless_used(0)
+
+    def release(self, references: int) -> None:
+        """Undoes what forward wrote, as torch forgets it, unless somebody may still read it.
+
+        Args:
+            references: How many references to its modules the caller has.
+        """
+        self._clean_unless_used(references)
+
+    def taken(self) -> None:
+        """Notes that a forward may write to the replicas from now on."""
+        self._clean = False
+
+    def mark_stale(self, modules: Iterable[int]) -> None:
+        """Notes that these modules of the original have changed."""
+        self._stale.update(modules)
+
+    def prepare(self, values: RankValues) -> None:
+        """Makes a free tree equal to the original, with these values."""
+        changed = self._stale
+        self._stale = set()
+        if values is not self.values:
+            self.values = values
+            self._renew_substitutes()
+            changed = changed.union(i for i, names in enumerate(self._state.rewired) if names)
+            self._bind_values(changed)
+        count = len(self._state.modules)
+        self._rewrite(
+            [rank * count + i for rank in range(len(self._shells)) for i in sorted(changed)]
+        )
+        self._idle = _C.reference_count(self._all)
+
+    def _clean_unless_used(self, references: int) -> bool:
+        users = _C.reference_count(self._all) - self._idle - references
+        if self._clean:
+            return users == 0
+        dirty = self._dirty()
+        if users and users != self._references_written(dirty):
+            return False
+        self._rewrite(dirty)
+        self._clean = True
+        return True
+
+    def _dirty(self) -> list[int]:
+        """Returns the positions of the replicas' modules that are not as they were made."""
+        dirty: dict[int, None] = {}
+        index = self._snapshot.check()
+        while index != -1:
+            dirty[self._owners[index]] = None
+            index = self._snapshot.check(index + 1)
+        return list(dirty)
+
+    def _references_written(self, dirty: Iterable[int]) -> int:
+        """Returns how many references to modules of the tree forward stored in them."""
+        own = set(map(id, self._all))
+        written = sum(_count_references(self._all[p].__dict__, own, 0) for p in dirty)
+        for position in dirty:
+            clean = nn.Module.__new__(nn.Module)
+            self._fill(position, clean)
+            written -= _count_references(clean.__dict__, own, 0)
+        return written
+
+    def _rewrite(self, positions: Iterable[int]) -> None:
+        positions = list(positions)
+        for position in positions:
+            self._fill(position)
+            restore_compilation(self._all[position])
+        count = len(self._state.modules)
+        if any(self._state.rewired[position % count] for position in positions):
+            self._look()  # they have new containers
+        else:
+            for position in positions:
+                self._snapshot.update(position)
+
+    def _fill(self, position: int, shell: nn.Module | None = None) -> None:
+        rank, i = divmod(position, len(self._state.modules))
+        module = self._state.modules[i]
+        shell = shell or self._all[position]
+        fill_shell(module, shell)
+        bind(module, shell, self._state.rewired[i], self._substitutes[rank])
+        mirror(shell)
+
+    def _renew_substitutes(self) -> None:
+        originals = list(map(id, self._state.originals))
+        self._substitutes: list[Mapping[int, Any]] = [
+            dict(zip(originals, [*shells, *row], strict=True))
+            for shells, row in zip(self._shells, self.values.rows, strict=True)
+        ]
+
+    def _bind_values(self, besides: set[int]) -> None:
+        count = len(self._state.modules)
+        for i, entries in enumerate(self._state.entries):
+            if entries and i not in besides:
+                for rank, row in enumerate(self.values.rows):
+                    attributes = self._shells[rank][i].__dict__
+                    for kind, key, k in entries:
+                        attributes[kind][key] = row[k]
+                    self._snapshot.update(rank * count + i)
+
+    def _look(self) -> None:
+        """Takes the present state of all replicas as the clean one."""
+        count = len(self._state.modules)
+        self._owners = list(range(len(self._all)))
+        containers: list[Any] = []
+        for position, shell in enumerate(self._all):
+            names = self._state.rewired[position % count]
+            if names:
+                own = containers_in(shell.__dict__[name] for name in names)
+                containers += own
+                self._owners += [position] * len(own)
+        self._snapshot = _C.IdentitySnapshot([*self._all, *containers])
+
+
+class TreePool:
+    """The trees of one module."""
+
+    def __init__(self) -> None:
+        self._trees: list[ReplicaTree] = []
+
+    def take_ready(self, values: RankValues) -> ReplicaTree | None:
+        """Returns a tree that needs no work."""
+        for tree in self._trees:
+            if tree.is_ready(values):
+                tree.taken()
+                return tree
+        return None
+
+    def take(
+        self, state: ModuleState, values: RankValues, present: list[RankValues]
+    ) -> ReplicaTree:
+        """Returns a free tree, or a new one.
+
+        Args:
+            state: The module.
+            values: What its replicas shall hold.
+            present: All values that forwards may ask for, with and without gradients.
+        """
+        free = [tree for tree in self._trees if tree.is_free()]
+        same = [tree for tree in free if tree.values is values]
+        outdated = [tree for tree in free if not any(tree.values is v for v in present)]
+        tree = next(iter(same or outdated), None)
+        # Outdated values hold memory that nobody needs.
+        self._trees = [t for t in self._trees if t is tree or not any(t is o for o in outdated)]
+        if tree is not None:
+            tree.prepare(values)
+        else:
+            if len(self._trees) >= _MAX_TREES:
+                for copies in self._trees.pop(0).values.copies:
+                    copies.confuse()
+            tree = ReplicaTree(state, values)
+            self._trees.append(tree)
+        tree.taken()
+        return tree
+
+    def abandon(self) -> None:
+        """Gives up all trees. Those in use go on to refer to our tensors."""
+        for tree in self._trees:
+            if not tree.is_free():
+                for copies in tree.values.copies:
+                    copies.confuse()
+
+    def find(self, root: nn.Module) -> ReplicaTree | None:
+        """Returns the tree with this replica for rank 0."""
+        return next((tree for tree in self._trees if tree.roots[0] is root), None)
+
+    def in_use(self, tensors: OwnedTensors) -> bool:
+        """Whether a tree that is in use holds some of these tensors."""
+        return any(
+            any(copies is tensors for copies in tree.values.copies) and not tree.is_free()
+            for tree in self._trees
+        )
+
+    def mark_stale(self, modules: Iterable[int]) -> None:
+        """Notes that these modules of the original have changed."""
+        for tree in self._trees:
+            tree.mark_stale(modules)
+
+
+def _count_references(value: Any, targets: set[int], depth: int) -> int:
+    if id(value) in targets:
+        return 1
+    if depth > _MAX_DEPTH:
+        return 0
+    if isinstance(value, dict):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        items = value
+    elif isinstance(value, MethodType):
+        items = (value.__self__,)
+    elif isinstance(value, functools.partial):
+        items = (value.func, *value.args, *value.keywords.values())
+    else:
+        return 0
+    return sum(_count_references(item, targets, depth + 1) for item in items)

@@ -1,0 +1,234 @@
+"""Ranks that take turns: who runs which rank when, in which thread."""
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pyparallel import watchdog, workers
+from pyparallel.caller_state import CallerState
+from pyparallel.devices import Device
+
+# How long the running ranks must have waited before the next one starts, in seconds, once ranks
+# are known to wait for each other.
+PATIENCE = 0.05
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Ranks that start in order.
+
+    Attributes:
+        ranks: In the order in which they start.
+        width: How many of them run at once.
+        workers: The kind of workers that run them; see ``workers.submit``. None: the calling
+            thread runs them, and only one lane is there.
+        share: torch's CPU threads of each worker.
+    """
+
+    ranks: tuple[int, ...]
+    width: int
+    workers: str | None
+    share: int
+
+
+def take_turns(
+    lanes: Sequence[Lane],
+    run: Callable[[int], None],
+    failed: Callable[[int, BaseException], None],
+    devices: Sequence[Device],
+    patience: float,
+) -> int:
+    """Runs every rank, each from the state of the calling thread; returns when all have ended.
+
+    A rank that waits for another one, which has not had its turn, would wait for ever. So when all
+    running ranks of a lane have waited for ``patience`` seconds without working, one more starts,
+    in a worker, and so on.
+
+    After a rank has failed no higher ones start, unless others are running, which may wait for
+    them.
+
+    Args:
+        lanes: All ranks.
+        run: Runs a rank.
+        failed: Gets a rank and what running it raised, in the thread in which it ran.
+        devices: The device of each rank.
+        patience: In seconds.
+
+    Returns:
+        How many ranks were started because others waited.
+
+    Raises:
+        KeyboardInterrupt: While the caller waited for workers. Running ranks have ended, and no
+            further ones were started. A second interrupt does not wait for them.
+    """
+    turns = _Turns(lanes, run, failed, devices, patience)
+    watchdog.watch(turns)
+    try:
+        turns.start()
+        turns.wait()
+    except BaseException:
+        turns.abandon()
+        turns.wait()
+        raise
+    finally:
+        watchdog.unwatch(turns)
+        turns.release()
+    return turns.extra
+
+
+class _Turns:
+    """One call of ``take_turns``.
+
+    Attributes:
+        extra: How many ranks were started because others waited.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        run: Callable[[int], None],
+        failed: Callable[[int, BaseException], None],
+        devices: Sequence[Device],
+        patience: float,
+    ) -> None:
+        self.extra = 0
+        self._lanes = lanes
+        self._devices = devices
+        self._patience = patience
+        # The state is taken in the caller's thread, for all threads that may be needed.
+        self._calls: _Calls | None = _Calls(run, failed, CallerState(devices))
+        self._lock = threading.Lock()
+        self._pending = [deque(lane.ranks) for lane in lanes]
+        self._active = [0] * len(lanes)
+        self._starting = True
+        self._progress: list[dict[int, watchdog.Progress]] = [{} for _ in lanes]
+        self._lowest_failed = len(devices)
+        self._done = threading.Event()
+
+    def start(self) -> None:
+        """Starts the workers; without any, runs all ranks in the calling thread."""
+        try:
+            if self._lanes[0].workers is None:
+                self._enter(0)
+                try:
+                    self._work(0, in_worker=False)
+                finally:
+                    self._leave(0)
+            else:
+                for i, lane in enumerate(self._lanes):
+                    for _ in range(min(lane.width, len(lane.ranks))):
+                        self._start_worker(i)
+        finally:
+            self._starting = False
+            self._finish_if_idle()
+
+    def wait(self) -> None:
+        """Waits until nobody runs any more."""
+        if self._done.is_set():
+            return
+        watchdog.waits_for(self)
+        try:
+            self._done.wait()
+        finally:
+            watchdog.waits_no_more()
+
+    def abandon(self) -> None:
+        """Starts no more ranks."""
+        with self._lock:
+            for pending in self._pending:
+                pending.clear()
+
+    def release(self) -> None:
+        """Lets go of everything: the watchdog may hold this object a little longer."""
+        self._calls = None
+
+    def look(self) -> None:
+        """Starts one more rank in each lane whose running ranks all wait."""
+        for i in range(len(self._lanes)):
+            if self._pending[i] and self._idle_seconds([i]) >= self._patience:
+                self._patience = min(self._patience, PATIENCE)
+                self.extra += 1
+                self._start_worker(i)
+
+    def idle_seconds(self) -> float:
+        """For how long the running ranks of all lanes have waited."""
+        return self._idle_seconds(range(len(self._lanes)))
+
+    def _idle_seconds(self, lanes: Iterable[int]) -> float:
+        running = [p for i in lanes for p in list(self._progress[i].values())]
+        if not running or len(running) != sum(self._active[i] for i in lanes):
+            return 0.0  # somebody is about to start or to end
+        return min(progress.idle_seconds() for progress in running)
+
+    def _start_worker(self, i: int) -> None:
+        lane = self._lanes[i]
+        self._enter(i)
+        try:
+            workers.submit(
+                lane.workers or "helper",
+                lane.share,
+                functools.partial(self._work, i, in_worker=True),
+                functools.partial(self._leave, i),
+            )
+        except BaseException:
+            self._leave(i)
+            raise
+
+    def _work(self, i: int, in_worker: bool) -> None:
+        ident = threading.get_ident()
+        try:
+            while (rank := self._next(i)) is not None:
+                self._progress[i][ident] = watchdog.Progress()
+                if not self._run(rank, in_worker):
+                    with self._lock:
+                        self._lowest_failed = min(rank, self._lowest_failed)
+        finally:
+            self._progress[i].pop(ident, None)
+
+    def _next(self, i: int) -> int | None:
+        with self._lock:
+            pending = self._pending[i]
+            if not pending:
+                return None
+            if pending[0] > self._lowest_failed and sum(self._active) == 1:
+                return None
+            return pending.popleft()
+
+    def _run(self, rank: int, in_worker: bool) -> bool:
+        calls, device = self._calls, self._devices[rank]
+        if calls is None:  # the caller was interrupted twice
+            return False
+        try:
+            if in_worker:
+                workers.name_thread(f"pp-{device}")
+                calls.state.run(device, functools.partial(calls.run, rank))
+            else:
+                calls.state.run_here(functools.partial(calls.run, rank))
+        except BaseException as error:
+            calls.failed(rank, error)
+            return False
+        return True
+
+    def _enter(self, i: int) -> None:
+        with self._lock:
+            self._active[i] += 1
+
+    def _leave(self, i: int) -> None:
+        with self._lock:
+            self._active[i] -= 1
+        self._finish_if_idle()
+
+    def _finish_if_idle(self) -> None:
+        if not self._starting and not any(self._active):
+            self._done.set()
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """What a rank needs to run."""
+
+    run: Callable[[int], None]
+    failed: Callable[[int, BaseException], None]
+    state: CallerState
