@@ -199,7 +199,7 @@ TEST(arguments_are_checked_by_the_call) {
   World world(2);
   QueuedSum sum(world, kQueued);
   expect_text(message_of([&] { sum.launch("ring"); }),
-              "reduce_add: unknown algorithm 'ring'; choose auto, owner or chain");
+              "reduce_add: unknown algorithm 'ring'; choose auto, owner, copy_chain, chain or ll");
   sum.sources.pop_back();
   expect_text(message_of([&] { sum.launch(); }),
               "reduce_add: got 1 sources for 2 ranks with 1 segments");
