@@ -25,7 +25,6 @@ def cuda_device_count() -> int:
     """Devices that this build can drive; 0 without a driver or without CUDA. Never raises."""
 
 def cuda_driver_version() -> str | None: ...
-
 def move_at_limit(
     streaming: bool, sources: Sequence[int], destinations: Sequence[int], nbytes: int
 ) -> None:
@@ -116,3 +115,18 @@ class Communicator:
     ) -> None: ...
     def synchronize(self) -> None: ...
     def close(self) -> None: ...
+
+def faulty_communicator(
+    nranks: int,
+    rank: int,
+    fault: str,
+    *,
+    launches: int = 1,
+    late_ms: int = 0,
+    timeout_ms: int = ...,
+) -> Communicator:
+    """For tests only: virtual devices of which one fails in the first flag-ordered launches.
+
+    fault: "absent", "late" (it comes ``late_ms`` after the others have given up) or "wrong" (it
+    believes that there are half as many bytes).
+    """
