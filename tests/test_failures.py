@@ -87,6 +87,23 @@ def test_a_failure_in_one_thread_leaves_other_threads_right(faulty):
     assert all(text.startswith("chain broadcast: rank ") for text in raised)
 
 
+def test_python_runs_while_a_call_waits(faulty):
+    communicator = faulty("absent")
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.01):
+            ticks.append(1)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    with pytest.raises(RuntimeError, match="^chain broadcast: "):
+        broadcast(communicator)
+    over.set()
+    ticker.join()
+    assert len(ticks) >= 5, "the call held the interpreter lock"
+
+
 def test_unknown_faults_are_refused():
     with pytest.raises(ValueError, match="a fault is absent, late or wrong, not 'slow'"):
         _C.faulty_communicator(2, 0, "slow")

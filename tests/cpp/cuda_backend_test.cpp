@@ -121,6 +121,19 @@ TEST(memory_that_a_bad_pair_touches_is_in_host_memory) {
   fake::bad_pairs.clear();
 }
 
+TEST(blocking_launches_leave_event_ordered_algorithms) {
+  setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
+  Gpus several({0, 1}), one({2, 2});
+  unsetenv("CUDA_LAUNCH_BLOCKING");
+  EXPECT(message_of<Error>([&] {
+           check_broadcast(several.world, 0, 5003, "chain");
+         }).starts_with("broadcast: chain needs kernels that run at the same time"));
+  check_broadcast(several.world, 0, 5003, "auto");
+  check_broadcast(several.world, 0, 64, "auto");
+  check_all_reduce(several.world, 1003, DType::kFloat32, false, "auto");
+  check_broadcast(one.world, 0, 5003, "chain");  // all blocks are in one launch
+}
+
 // Whatever call fails: an Error, the caller's context as before, and the next call is right.
 TEST(every_failed_call_is_survived) {
   const std::vector<int> devices = {0, 1, 0};
