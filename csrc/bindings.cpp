@@ -8,6 +8,7 @@
 
 #include "backend/cuda/cuda_info.h"
 #include "backend/host/communication_thread.h"
+#include "backend/host/faulty_backend.h"
 #include "backend/host/limits.h"
 #include "check.h"
 #include "communicator.h"
@@ -98,6 +99,16 @@ std::unique_ptr<Communicator> make_communicator(const std::string& backend, py::
   check_communicator(nranks, options);
   return std::make_unique<Communicator>(
       backend == "cuda" ? make_cuda_backend(list) : make_host_backend(nranks), nranks, options);
+}
+
+std::unique_ptr<Communicator> make_faulty_communicator(u32 nranks, u32 rank,
+                                                       const std::string& fault, u32 launches,
+                                                       u32 late_ms, u64 timeout_ms) {
+  const CommunicatorOptions options{.timeout_ms = timeout_ms};
+  check_communicator(nranks, options);
+  const host::FaultPlan plan{host::FaultPlan::parse_kind(fault), rank, launches, late_ms};
+  return std::make_unique<Communicator>(std::make_unique<host::FaultyBackend>(plan), nranks,
+                                        options);
 }
 
 void broadcast(Communicator& self, u64 root, py::handle sources, py::handle offsets,
@@ -295,6 +306,8 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
            "destination"_a, "streams"_a)
       .def("synchronize", &Communicator::synchronize, released)
       .def("close", &Communicator::close, released);
+  m.def("faulty_communicator", &make_faulty_communicator, "nranks"_a, "rank"_a, "fault"_a,
+        py::kw_only(), "launches"_a = 1, "late_ms"_a = 0, "timeout_ms"_a = defaults.timeout_ms);
 
   bind_identity_walk(m);
 

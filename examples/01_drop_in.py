@@ -1,7 +1,8 @@
 """Trains a small CNN on handwritten digits, on four devices, with one line added to plain PyTorch.
 
-    python examples/01_drop_in.py            # train on all devices
-    python examples/01_drop_in.py --check    # train on one device and on all of them, and compare
+    python examples/01_drop_in.py                      # train on all devices
+    python examples/01_drop_in.py --check              # train on one and on all, and compare
+    python examples/01_drop_in.py --plot losses.png    # also draw the loss of every batch
 
 Two or more GPUs are used as they are, one GPU as four ranks, and a machine without GPUs runs four
 virtual devices.
@@ -112,11 +113,28 @@ def flat_weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def plot(losses: list[float], file: str) -> None:
+    from matplotlib.figure import Figure  # here, because nothing else needs it
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy(range(1, len(losses) + 1), losses, linewidth=0.7)
+    axes.set(xlabel="batch", ylabel="loss")
+    figure.savefig(file)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with one device")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare with one device")
+    what.add_argument("--plot", metavar="FILE", help="draw all losses (.png, .pdf, ...)")
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
+    if args.plot:
+        try:
+            plot([1.0], args.plot)  # what is missing shows before the training
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(f"--plot {args.plot}: {error}")
     # The layers are so small that a second CPU thread costs more than it gains, above all while
     # other programs run. A large model wants the default.
     torch.set_num_threads(1)
@@ -127,7 +145,9 @@ def main() -> int:
         held = check(devices, args.epochs)
         print("both ways agree" if held else "THE TWO WAYS DISAGREE")
     else:
-        _, accuracy, _ = train(devices, torch.float32, args.epochs)
+        _, accuracy, losses = train(devices, torch.float32, args.epochs)
+        if args.plot:
+            plot(losses, args.plot)
         held = accuracy >= ACCURACY_WANTED
         print(f"test accuracy {accuracy:.4f} (wanted: {ACCURACY_WANTED})")
     print(f"{time.perf_counter() - start:.1f} s")

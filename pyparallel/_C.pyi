@@ -204,3 +204,18 @@ class AttributeSnapshot:
 
 def reference_count(objects: list[Any]) -> int:
     """Returns the sum of the reference counts of the items, the list's own references included."""
+
+def faulty_communicator(
+    nranks: int,
+    rank: int,
+    fault: str,
+    *,
+    launches: int = 1,
+    late_ms: int = 0,
+    timeout_ms: int = ...,
+) -> Communicator:
+    """For tests only: virtual devices of which one fails in the first flag-ordered launches.
+
+    fault: "absent", "late" (it comes ``late_ms`` after the others have given up) or "wrong" (it
+    believes that there are half as many bytes).
+    """

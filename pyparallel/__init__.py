@@ -20,7 +20,8 @@ def _check_core() -> None:
         found = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
         raise ImportError(
             f"pyparallel/_C was not built for this Python ({sysconfig.get_config_var('SOABI')}; "
-            f"found: {', '.join(found) or 'none'}). Build it: pip install ."
+            f"found: {', '.join(found) or 'none'}). Build it: pip install . Or "
+            "leave this folder, if it is a checkout, which hides the installed package."
         ) from None
     if core.ABI != ABI or core.build_info()["version"] != __version__:
         raise ImportError(

@@ -240,7 +240,8 @@ def test_a_missing_core_says_what_to_run(tmp_path) -> None:
     run = python("import pyparallel", folder)
     assert re.fullmatch(
         r"ImportError: pyparallel/_C was not built for this Python \(.*; "
-        r"found: _C\.cpython-27\.so\)\. Build it: pip install \.",
+        r"found: _C\.cpython-27\.so\)\. Build it: pip install \. Or leave this folder, if it is a "
+        r"checkout, which hides the installed package\.",
         run.stderr.splitlines()[-1],
     )
 

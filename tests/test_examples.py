@@ -36,6 +36,22 @@ def test_drop_in_check_finds_both_ways_equal():
     assert float(re.search(r"weights .* at most (\S+) ", result.stdout).group(1)) > 0
 
 
+def test_drop_in_draws_its_losses(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "losses.png"
+    result = run_example("01_drop_in.py", "--epochs", "1", "--plot", str(file))
+    assert "test accuracy" in result.stdout, result.stdout + result.stderr
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("file", ["/no/such/folder/losses.png", "losses.xyz"])
+def test_drop_in_refuses_a_bad_plot_before_the_training(file):
+    pytest.importorskip("matplotlib")
+    result = run_example("01_drop_in.py", "--plot", file)
+    assert result.returncode == 2 and "epoch" not in result.stdout
+    assert f"error: --plot {file}: " in result.stderr
+
+
 def test_drop_in_reports_a_low_accuracy_in_its_exit_code():
     result = run_example("01_drop_in.py", "--epochs", "0")
     assert result.returncode == 1, result.stdout + result.stderr

@@ -46,3 +46,19 @@ def test_one_tensor_has_memory_of_its_own(tensor):
 def test_large_buffers_are_counted_in_64_bits():
     layout = FlatLayout([torch.empty(3 << 30, dtype=torch.int8, device="meta")] * 3)
     assert layout.offsets == [0, 3 << 30, 6 << 30]
+
+
+def test_tensors_are_unrelated_to_autograd():
+    tensors = [torch.empty(3), torch.empty(2, 2).t()]
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            _, (first, second) = FlatLayout(tensors).allocate(CPU)
+        assert first._base is None and second._base is None
+        assert first.is_leaf and not first.requires_grad and not first.is_inference()
+        weight = torch.ones(3, requires_grad=True)
+        product = (weight * first.zero_()).sum()
+        second.add_(1)  # would spoil the saved tensor if the version counter were shared
+        product.backward()
+        assert weight.grad.tolist() == [0, 0, 0]
+        first.requires_grad_().sum().backward()
+        assert first.grad.tolist() == [1, 1, 1]

@@ -28,7 +28,7 @@ FAULTY: dict[tuple[str, ...], str] = {
     (*WITHOUT_TIMEOUTS, "-DFAULT=EARLY_CREDIT"): BAD_SLOT,
     (*WITHOUT_TIMEOUTS, "-DFAULT=OFF_BY_ONE_SLICE"): BAD_SLOT,
     (*WITHOUT_TIMEOUTS, "-DFAULT=POST_BEFORE_COPY"): BAD_SLOT,
-    # A deadlock. With timeouts it would pass for a failure that was handled.
+    # A deadlock, which timeouts would turn into failures that are handled.
     (*WITHOUT_TIMEOUTS, "-DFAULT=COUNTER_PER_RANK"): "invalid end state",
     (*WITHOUT_TIMEOUTS, "-DFAULT=PLAIN_COMPARE"): BAD_SLOT,
     (*WITHOUT_TIMEOUTS, "-DSLOTS=3"): BAD_SLOT,

@@ -31,6 +31,14 @@ inline int nworks = 0;
 inline Work done;  // work that has run
 inline std::map<int, CUstream_st> legacy_streams;
 
+// Failures are planted: 1 makes the next call fail, 2 the one after it, and so on.
+inline int fail_in = 0;
+inline cudaError_t next_call() {
+  return fail_in > 0 && --fail_in == 0 ? cudaErrorUnknown : cudaSuccess;
+}
+#define FAKE_CALL() \
+  if (const cudaError_t planted = fake::next_call(); planted != cudaSuccess) return planted
+
 inline CUstream_st& resolve(cudaStream_t stream) {
   EXPECT(current >= 0, "a call without a current device");
   if (stream) return *stream;
@@ -52,6 +60,7 @@ inline void run_everything() {
 }  // namespace fake
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  FAKE_CALL();
   EXPECT(fake::current >= 0);
   *event = new CUevent_st{fake::current, {}};
   ++fake::nevents;
@@ -63,6 +72,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  FAKE_CALL();
   CUstream_st& from = fake::resolve(stream);
   if (from.device != event->device) return cudaErrorInvalidResourceHandle;
   event->before = from.before;
@@ -71,6 +81,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  FAKE_CALL();
   EXPECT(event->recorded, "a wait for an event that was never recorded waits for nothing");
   CUstream_st& to = fake::resolve(stream);
   // A wait for an event of a capture takes a stream into the capture; other events end it.
@@ -80,6 +91,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  FAKE_CALL();
   EXPECT(fake::current >= 0 && event->recorded);
   EXPECT(!event->captured, "a query of an event of a graph");
   for (const int work : event->before) {
@@ -88,6 +100,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  FAKE_CALL();
   EXPECT(fake::current >= 0 && flags == cudaStreamNonBlocking);
   *stream = new CUstream_st{fake::current, {}};
   return cudaSuccess;
@@ -96,6 +109,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  FAKE_CALL();
   const bool capturing = fake::resolve(stream).capturing;
   *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;

@@ -5,6 +5,7 @@
 // waits for counters that one other block raises and that never fall, so running a block earlier
 // can never take away what another waits for.
 #include <array>
+#include <bit>
 #include <vector>
 
 #include "schedule/prim.h"
@@ -36,35 +37,34 @@ struct Connection {
   std::array<Slot, 8> slots;
 };
 
-// One collective on one channel.
+// One collective on one channel after the other. Memory is kept, because sanitizers make it dear.
 class Replay {
  public:
-  // Counters start just below their wrap.
-  Replay(const FlagShape& shape, u32 channel)
-      : shape_(shape), channel_(channel), connections_(shape.nranks * shape.nranks) {
-    for (Connection& connection : connections_) connection.sent = connection.received = ~u64{0} - 2;
+  // Runs the blocks of a channel; false on a deadlock. Counters start just below their wrap.
+  bool run(const FlagShape& shape, u32 channel) {
+    shape_ = shape;
+    channel_ = channel;
     range_ = channel_range(shape, channel);
-    const u64 units = divide_up(range_.bytes, kUnit);
-    outputs_.assign(shape.nranks, std::vector<u64>(units, 0));
-    terms_.assign(shape.nranks, std::vector<Terms>(units));
-    for (u32 rank = 0; rank < shape.nranks; ++rank) peers_.push_back(send_peers(shape, rank));
-  }
-
-  // False on a deadlock.
-  bool run() {
-    std::vector<u64> next(shape_.nranks, 0);
+    units_ = divide_up(range_.bytes, kUnit);
+    connections_.assign(shape.nranks * shape.nranks, {~u64{0} - 2, ~u64{0} - 2, {}});
+    outputs_.assign(shape.nranks * units_, {});
+    turns_.clear();
+    for (u32 rank = 0; rank < shape.nranks; ++rank) {
+      turns_.push_back({0, prim_count(shape, rank, channel), {}, send_peers(shape, rank)});
+      if (turns_[rank].count != 0) turns_[rank].prim = prim_at(shape, rank, channel, 0);
+    }
     for (bool progress = true; progress;) {
       progress = false;
       for (u32 rank = 0; rank < shape_.nranks; ++rank) {
-        const u64 count = prim_count(shape_, rank, channel_);
-        while (next[rank] < count && step(rank, prim_at(shape_, rank, channel_, next[rank]))) {
-          ++next[rank];
+        auto& [next, count, prim, peers] = turns_[rank];
+        while (next < count && step(rank, prim)) {
+          if (++next < count) prim = prim_at(shape_, rank, channel_, next);
           progress = true;
         }
       }
     }
-    for (u32 rank = 0; rank < shape_.nranks; ++rank) {
-      if (next[rank] < prim_count(shape_, rank, channel_)) return false;
+    for (const Turn& turn : turns_) {
+      if (turn.next < turn.count) return false;
     }
     for (const Connection& connection : connections_)
       check(connection.sent == connection.received, "unread slices", 0);
@@ -77,9 +77,9 @@ class Replay {
   void expect_output(u32 rank, Expected expected) const {
     u64 pieces = 0;
     for (u64 at = range_.begin; at < range_.end(); ++pieces) {
-      const u64 bytes = outputs_[rank][unit(at)];
+      const u64 bytes = output(rank, at).bytes;
       check(bytes > 0, "output has a hole", at);
-      check(terms_[rank][unit(at)] == expected(at), "wrong terms", at);
+      check(output(rank, at).terms == expected(at), "wrong terms", at);
       at += bytes;
       check(at <= range_.end(), "output runs over the channel", at);
     }
@@ -88,6 +88,16 @@ class Replay {
   void expect_no_output(u32 rank) const { check(writes(rank) == 0, "rank has output", rank); }
 
  private:
+  struct Turn {
+    u64 next, count;
+    Prim prim;
+    u32 peers;
+  };
+  struct Output {
+    u64 bytes = 0;  // written from there on
+    Terms terms;
+  };
+
   void check(bool ok, const char* what, u64 where) const {
     EXPECT(ok, what, " (", where, "): algorithm ", static_cast<u32>(shape_.algorithm), " ranks ",
            shape_.nranks, " root ", shape_.root, " channel ", channel_, " of ", shape_.nchannels,
@@ -96,7 +106,7 @@ class Replay {
 
   u64 writes(u32 rank) const {
     u64 count = 0;
-    for (u64 bytes : outputs_[rank]) count += bytes > 0;
+    for (u64 i = 0; i < units_; ++i) count += outputs_[rank * units_ + i].bytes > 0;
     return count;
   }
 
@@ -104,12 +114,12 @@ class Replay {
     const u64 mask = shape_.slots - 1;
     Connection* in = prim.recv_from < 0 ? nullptr : &connection(prim.recv_from, rank);
     if (in != nullptr && in->sent == in->received) return false;
-    for (u32 peer = 0; peer < shape_.nranks; ++peer) {
-      if ((prim.send_to >> peer & 1) == 0) continue;
-      const Connection& out = connection(rank, peer);
+    for (u32 rest = prim.send_to; rest != 0; rest &= rest - 1) {
+      const Connection& out = connection(rank, std::countr_zero(rest));
       if (out.sent - out.received >= shape_.slots) return false;
     }
-    check((prim.send_to & ~peers_[rank]) == 0, "sends where nothing is connected", prim.send_to);
+    check((prim.send_to & ~turns_[rank].peers) == 0, "sends where nothing is connected",
+          prim.send_to);
     check((prim.send_to & (prim.send_to - 1)) == 0 || in == nullptr || !prim.read_input,
           "a sum for several", prim.send_to);
     check(in != nullptr || prim.read_input, "nothing to move", prim.offset);
@@ -127,19 +137,17 @@ class Replay {
     }
     if (prim.read_input) {
       // In place is allowed, so a rank must not have written what it still reads.
-      check(prim.bytes == 0 || outputs_[rank][unit(prim.offset)] == 0, "input read after output",
+      check(prim.bytes == 0 || output(rank, prim.offset).bytes == 0, "input read after output",
             prim.offset);
       terms = plus(terms, rank);
     }
     if (prim.write_output && prim.bytes > 0) {
       check(prim.offset % kUnit == 0, "offset splits elements", prim.offset);
-      check(outputs_[rank][unit(prim.offset)] == 0, "output written twice", prim.offset);
-      outputs_[rank][unit(prim.offset)] = prim.bytes;
-      terms_[rank][unit(prim.offset)] = terms;
+      check(output(rank, prim.offset).bytes == 0, "output written twice", prim.offset);
+      output(rank, prim.offset) = {prim.bytes, terms};
     }
-    for (u32 peer = 0; peer < shape_.nranks; ++peer) {
-      if ((prim.send_to >> peer & 1) == 0) continue;
-      Connection& out = connection(rank, peer);
+    for (u32 rest = prim.send_to; rest != 0; rest &= rest - 1) {
+      Connection& out = connection(rank, std::countr_zero(rest));
       Slot& slot = out.slots[out.sent++ & mask];
       check(!slot.full, "slot reused before its credit", prim.offset);
       slot = {true, prim.offset, prim.bytes, terms};
@@ -150,15 +158,20 @@ class Replay {
   Connection& connection(u32 from, u32 to) { return connections_[from * shape_.nranks + to]; }
 
   // Bounds lie on units, so a unit stands for all that begins there.
-  u64 unit(u64 offset) const { return (offset - range_.begin) / kUnit; }
+  Output& output(u32 rank, u64 offset) {
+    return outputs_[rank * units_ + (offset - range_.begin) / kUnit];
+  }
+  const Output& output(u32 rank, u64 offset) const {
+    return outputs_[rank * units_ + (offset - range_.begin) / kUnit];
+  }
 
-  FlagShape shape_;
-  u32 channel_;
+  FlagShape shape_{};
+  u32 channel_ = 0;
   Range range_{};
+  u64 units_ = 0;
+  std::vector<Turn> turns_;              // [rank]
   std::vector<Connection> connections_;  // [from * nranks + to]
-  std::vector<u32> peers_;
-  std::vector<std::vector<u64>> outputs_;  // [rank][unit]: bytes written from there on
-  std::vector<std::vector<Terms>> terms_;
+  std::vector<Output> outputs_;          // [rank * units + unit]
 };
 
 // Small sizes, both sides of a slice, odd ones, and one with several rounds for every channel of
@@ -195,15 +208,16 @@ void visit_shapes(FlagAlgorithm algorithm, Visit visit) {
 // Runs all channels; checks that they cover the payload.
 template <class Check>
 void replay(const FlagShape& shape, Check check_outputs) {
+  static Replay run;
   u64 at = 0;
   for (u32 channel = 0; channel < shape.nchannels; ++channel) {
     const Range range = channel_range(shape, channel);
     EXPECT(range.bytes == 0 || range.begin == at, "channel ", channel, " begins at ", range.begin,
            ", not ", at);
     at += range.bytes;
-    Replay run(shape, channel);
-    EXPECT(run.run(), "deadlock: algorithm ", static_cast<u32>(shape.algorithm), " ranks ",
-           shape.nranks, " root ", shape.root, " slots ", shape.slots, " bytes ", shape.bytes);
+    EXPECT(run.run(shape, channel), "deadlock: algorithm ", static_cast<u32>(shape.algorithm),
+           " ranks ", shape.nranks, " root ", shape.root, " slots ", shape.slots, " bytes ",
+           shape.bytes);
     check_outputs(run);
   }
   EXPECT(at == shape.bytes, "channels carry ", at, " of ", shape.bytes, " bytes");
@@ -272,8 +286,9 @@ TEST(ring_sums_once_and_in_place) {
 // The replay finds deadlocks: a ring with one slot is one.
 TEST(ring_needs_two_slots) {
   for (u32 nranks = 2; nranks <= kMaxRanks; ++nranks) {
-    Replay run({FlagAlgorithm::kRingAllReduce, nranks, 0, 1, 1, 1, 1, kSlice}, 0);
-    EXPECT(!run.run(), "ranks ", nranks);
+    Replay replay;
+    EXPECT(!replay.run({FlagAlgorithm::kRingAllReduce, nranks, 0, 1, 1, 1, 1, kSlice}, 0), "ranks ",
+           nranks);
   }
 }
 

@@ -24,6 +24,10 @@ bool launches_block() {
   return set && *set && std::string_view(set) != "0";
 }
 
+struct FreeDevice {
+  void operator()(void* memory) const { cudaFree(memory); }
+};
+
 int attribute(cudaDeviceAttr name, int device) {
   int value = 0;
   PP_CUDA(cudaDeviceGetAttribute(&value, name, device));
@@ -165,9 +169,10 @@ void* CudaBackend::allocate(u32 rank, u64 bytes, RankSet touched_by) {
   PP_CHECK(error != cudaErrorMemoryAllocation, "CUDA out of memory: cuda:", device, " has no ",
            bytes, " bytes left for pyparallel's transfer buffers.");
   if (error != cudaSuccess) throw_cuda_error(error, "cudaMalloc");
+  std::unique_ptr<void, FreeDevice> owned(memory);
   PP_CUDA(cudaMemsetAsync(memory, 0, bytes, setup_stream(device)));
   PP_CUDA(cudaStreamSynchronize(setup_stream(device)));
-  return memory;
+  return owned.release();
 }
 
 // Errors are ignored, because at process exit the runtime may be gone, and all memory with it.
