@@ -22,11 +22,12 @@ _SWITCHES = [
     )
     if hasattr(torch._C, getter) and hasattr(torch._C, setter)
 ]
-_AUTOCAST_KINDS = [
-    kind
-    for kind in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla", "ipu", "maia")
-    if torch.amp.is_autocast_available(kind)
-]
+_AUTOCAST_KINDS = (
+    torch._C._autocast_supported_devices()
+    if hasattr(torch._C, "_autocast_supported_devices")
+    else ["cpu", "cuda"]
+)
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _HOOKS_CAN_BE_READ = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _SMALLEST = 5e-324  # a subnormal number
 
@@ -53,6 +54,7 @@ class CallerState:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in _AUTOCAST_KINDS
         ]
+        self._any_autocast = any(enabled for _, enabled, _ in self._autocast)
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._flush_denormal = _flushes_denormal()
         self._function_modes = function_modes()
@@ -69,19 +71,29 @@ class CallerState:
         # A context can be entered once at a time, so each call has a copy.
         self._context.copy().run(self._run, device, function)
 
-    def run_here(self, function: Callable[[], None]) -> None:
-        """Calls ``function`` in the thread whose state this is, and forgets what it changes."""
+    def run_here(self, device: Device, function: Callable[[], None]) -> None:
+        """Calls ``function`` on ``device`` in the thread whose state this is.
+
+        What it changes in context variables, grad mode, autocast and the like is forgotten.
+        """
         try:
+            for mode in self._function_modes:
+                if _on_own_device(mode, device) is not mode:
+                    with device.torch_device:
+                        return self._context.copy().run(function)
             self._context.copy().run(function)
         finally:
             self._set_switches()
+            if self._any_autocast or _any_autocast():
+                self._set_autocast()
 
     def _run(self, device: Device, function: Callable[[], None]) -> None:
         with ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             self._set_switches()  # after inference mode, which turns gradients off
-            if any(enabled for _, enabled, _ in self._autocast):
+            self._set_autocast()
+            if self._any_autocast:
                 # An autocast block inside function is then not the outermost one, at whose end
                 # torch would empty the cache that all threads share.
                 torch.autocast_increment_nesting()
@@ -109,6 +121,10 @@ class CallerState:
         for (get, set_switch), value in zip(_SWITCHES, self._switches, strict=True):
             if get() != value:
                 set_switch(value)
+        if _flushes_denormal() != self._flush_denormal:
+            torch.set_flush_denormal(self._flush_denormal)
+
+    def _set_autocast(self) -> None:
         for kind, enabled, dtype in self._autocast:
             if torch.is_autocast_enabled(kind) != enabled:
                 torch.set_autocast_enabled(kind, enabled)
@@ -116,8 +132,6 @@ class CallerState:
                 torch.set_autocast_dtype(kind, dtype)
         if torch.is_autocast_cache_enabled() != self._autocast_cache:
             torch.set_autocast_cache_enabled(self._autocast_cache)
-        if _flushes_denormal() != self._flush_denormal:
-            torch.set_flush_denormal(self._flush_denormal)
 
 
 def function_modes() -> list[TorchFunctionMode]:

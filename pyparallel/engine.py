@@ -15,6 +15,7 @@ from pyparallel.bucket import assign_buckets
 from pyparallel.communicator import get_communicator
 from pyparallel.detection import ModuleState, look
 from pyparallel.devices import Device
+from pyparallel.forward_ad import refuse_tangents
 from pyparallel.functions import BUCKET_SEQUENCE_NUMBER
 from pyparallel.owned import OwnedTensors, accounted
 from pyparallel.rank_memory import RankMemory
@@ -75,6 +76,7 @@ class Engine:
             RuntimeError: A tensor is not on the first device, or Python modules are below a
                 ScriptModule.
         """
+        refuse_tangents("broadcast", (tensor for _, tensor in _named_tensors(self.module)))
         with self._lock:
             if not self._look():
                 detach = not torch.is_grad_enabled()

@@ -47,6 +47,8 @@ class OwnedTensors:
 
     def held(self) -> bool:
         """Whether anybody but us refers to one of the tensors."""
+        if self._references is None:  # new, and nobody has seen them yet
+            return False
         if self.count() != self._references:
             return True
         return not _PYTHON_COUNTS and (_use_count is None or self._count_uses() != self._uses)

@@ -56,12 +56,7 @@ class ReplicaTree:
 
     def is_ready(self, values: RankValues) -> bool:
         """Whether it equals the original, with these values, and nobody uses it."""
-        return (
-            self._clean
-            and not self._stale
-            and self.values is values
-            and _C.reference_count(self._all) == self._idle
-        )
+        return self._clean and not self._stale and self.values is values
 
     def is_free(self) -> bool:
         """Whether nobody uses it. If so, what forward wrote is undone."""

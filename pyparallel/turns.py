@@ -83,6 +83,7 @@ class _Turns:
 
     Attributes:
         extra: How many ranks were started because others waited.
+        patience: In seconds.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class _Turns:
         self.extra = 0
         self._lanes = lanes
         self._devices = devices
-        self._patience = patience
+        self.patience = patience
         # The state is taken in the caller's thread, for all threads that may be needed.
         self._calls: _Calls | None = _Calls(run, failed, CallerState(devices))
         self._lock = threading.Lock()
@@ -147,8 +148,8 @@ class _Turns:
     def look(self) -> None:
         """Starts one more rank in each lane whose running ranks all wait."""
         for i in range(len(self._lanes)):
-            if self._pending[i] and self._idle_seconds([i]) >= self._patience:
-                self._patience = min(self._patience, PATIENCE)
+            if self._pending[i] and self._idle_seconds([i]) >= self.patience:
+                self.patience = min(self.patience, PATIENCE)
                 self.extra += 1
                 self._start_worker(i)
 
@@ -205,7 +206,7 @@ class _Turns:
                 workers.name_thread(f"pp-{device}")
                 calls.state.run(device, functools.partial(calls.run, rank))
             else:
-                calls.state.run_here(functools.partial(calls.run, rank))
+                calls.state.run_here(device, functools.partial(calls.run, rank))
         except BaseException as error:
             calls.failed(rank, error)
             return False

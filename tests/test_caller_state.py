@@ -220,7 +220,7 @@ def test_what_a_rank_changes_is_forgotten():
     carried = CallerState(DEVICES)
     seen = []
     for _ in range(2):
-        carried.run_here(lambda: seen.append(leak()))
+        carried.run_here(DEVICES[0], lambda: seen.append(leak()))
         assert state() == expected
     assert seen == [expected] * 2
 
@@ -290,3 +290,21 @@ def test_a_default_device_of_the_ranks_type_is_each_rank_s_own():
     assert _on_own_device(on_gpu_0, Device("cpu", 1)) is on_gpu_0
     on_meta = DeviceContext("meta")
     assert _on_own_device(on_meta, Device("cuda", 1)) is on_meta
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_it_is_so_in_every_thread(here):
+    seen = []
+    with torch.device("cuda:0"):
+        carried = CallerState([])
+        carried._streams = {1: None}  # torch.cuda.stream(None) is nothing
+        run = carried.run_here if here else carried.run
+        call = (Device("cuda", 1), lambda: seen.append(torch.get_default_device()))
+        if here:
+            run(*call)
+        else:
+            thread = threading.Thread(target=run, args=call)
+            thread.start()
+            thread.join()
+        assert torch.get_default_device() == torch.device("cuda:0")
+    assert seen == [torch.device("cuda:1")]

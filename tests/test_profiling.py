@@ -139,8 +139,8 @@ def test_the_variable(level, expected):
         env={**os.environ, "PYPARALLEL_DEBUG": level},
     )
     if expected is None:
-        assert "PYPARALLEL_DEBUG must be one of WARN, INFO, but is 'LOUD'" in result.stderr
+        assert "PYPARALLEL_DEBUG must be WARN or INFO, but is 'LOUD'" in result.stderr
     else:
         assert result.returncode == 0, result.stderr
-        line = result.stderr.startswith("pyparallel: DataParallel(Linear): steps 2 to 10 took")
+        line = "pyparallel: DataParallel(Linear): steps 2 to 10 took" in result.stderr
         assert line == expected

@@ -4,8 +4,8 @@ Every test fails if the remedy named in its comment is taken out.
 """
 
 import copy
-import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -271,7 +271,7 @@ def test_a3_gradients_are_kept_without_a_copy_and_count_their_own_versions(wrap,
         return sums
 
     monkeypatch.setattr(GradientBucket, "launch", spying)
-    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 1))
+    net = nn.Sequential(nn.Conv2d(2, 60, 3), nn.Conv2d(60, 60, 3))  # long enough to be queued
     net = net.to(memory_format=torch.channels_last)
     model = wrap(net)
     kept = []
@@ -322,6 +322,10 @@ def other_memory(weight):
     weight.data = weight.data * 3
 
 
+def recorded_in_place(weight):
+    weight.mul_(3)
+
+
 def hook(weight):
     weight.register_hook(lambda grad: grad * 100)
 
@@ -338,7 +342,8 @@ def attribute(weight):
     "touch, ranks",
     [
         *((touch, (0, 1, 2)) for touch in (in_place, other_memory, hook, retained_grad, attribute)),
-        *((touch, (2,)) for touch in (in_place, other_memory, hook)),  # because of its data
+        # Because of its data:
+        *((touch, (2,)) for touch in (in_place, recorded_in_place, other_memory, hook)),
     ],
 )
 def test_a4_a_touched_output_is_as_new_at_the_next_forward(touch, ranks, pair):
@@ -354,6 +359,7 @@ def test_a4_a_touched_output_is_as_new_at_the_next_forward(touch, ranks, pair):
     for replica in replicas:
         weight = replica.first.weight
         close(weight, net.first.weight)
+        assert weight.grad_fn is replica.first.bias.grad_fn
         assert not weight.retains_grad and not hasattr(weight, "scale")
     del replicas, replica, weight
     model(x).sum().backward()
@@ -578,7 +584,57 @@ def test_a7_threads_do_not_share_replicas(wrap):
     assert results == {1.0: [0, 0], 2.0: [0, 0]}
 
 
+def test_a7_a_replica_that_runs_keeps_its_weights(wrap, monkeypatch):
+    monkeypatch.delenv("PYPARALLEL_CHECK_DEVICES", raising=False)  # it holds the weights, too
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Waits(Net):
+        def forward(self, x):
+            if x[0, 0] == 7:
+                entered.set()
+                assert go_on.wait(10)
+            return super().forward(x)
+
+    net = Waits()
+    model = wrap(net, 2, dispatch="sequential")
+    x = torch.randn(4, 3)
+    x[0, 0] = 7
+    results = []
+
+    def run():
+        with torch.no_grad():
+            results.append(model(x))
+
+    with torch.no_grad():
+        model(x + 1)
+        expected = Net.forward(net, x[2:])
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert entered.wait(10)
+        for p in net.parameters():
+            p.add_(1)
+        model(x + 1)
+    go_on.set()
+    thread.join()
+    # Rank 0 has the module's own memory, rank 1 what it was given.
+    assert torch.equal(results[0][2:], expected)
+
+
 # A8: what forward writes to a replica is forgotten.
+
+
+def test_a8_a_counter_starts_again(wrap):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x + self.calls
+
+    model = wrap(Counts())
+    assert [model(torch.zeros(3)).tolist() for _ in range(3)] == [[1, 1, 1]] * 3
 
 
 def test_a8_nothing_that_forward_writes_survives(wrap):
@@ -617,18 +673,35 @@ def test_a8_nothing_that_forward_writes_survives(wrap):
 
 
 def test_a8_activations_written_to_a_replica_are_freed(wrap):
+    kept = []
+
     class Keeps(Net):
         def forward(self, x):
             self.kept = super().forward(x)
+            kept.append(weakref.ref(self.kept))
             return self.kept.sum(1)
 
     model = wrap(Keeps())
-    model(torch.randn(6, 3)).sum().backward()
-    gc.collect()
-    before = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     for _ in range(3):
         model(torch.randn(6, 3)).sum().backward()
-    assert sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()) <= before
+        assert len(kept) == N and not any(ref() is not None for ref in kept)
+        kept.clear()
+
+
+def test_a8_references_that_forward_made_do_not_hold_the_replicas(wrap):
+    seen = set()
+
+    class Points(Net):
+        def forward(self, x):
+            seen.add(id(self))
+            self.last, self.both = self.first, [self.first, self.second]
+            self.call = self.second.forward
+            return super().forward(x)
+
+    model = wrap(Points())
+    for _ in range(5):
+        model(torch.randn(6, 3)).sum().backward()
+    assert len(seen) == N
 
 
 def test_a8_old_style_normalization_of_weights(wrap):
