@@ -82,26 +82,6 @@ bool equal(PyObject* a, PyObject* b) {
   return result == 1;
 }
 
-// Makes instances of T visible to the garbage collector.
-template <class T>
-py::custom_type_setup with_gc() {
-  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
-    auto* type = &heap_type->ht_type;
-    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-#if PY_VERSION_HEX >= 0x03090000
-      Py_VISIT(Py_TYPE(self));
-#endif
-      if (!py::detail::is_holder_constructed(self)) return 0;
-      return py::cast<T&>(py::handle(self)).visit(visit, arg);
-    };
-    type->tp_clear = [](PyObject* self) {
-      if (py::detail::is_holder_constructed(self)) py::cast<T&>(py::handle(self)).clear();
-      return 0;
-    };
-  });
-}
-
 }  // namespace
 
 int References::visit(visitproc visit, void* arg) const {
@@ -171,8 +151,7 @@ bool IdentitySnapshot::unchanged(const Record& record) {
       if (!same_items(item, end, container.object)) return false;
     } else {
       // Asked for each time, because the dict itself may have been replaced.
-      const auto dict =
-          py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
+      const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
       throw_if_null(dict.ptr());
       if (!same_items(item, end, dict.ptr())) return false;
     }
@@ -196,8 +175,8 @@ void IdentitySnapshot::clear() {
 AttributeSnapshot::AttributeSnapshot(const py::list& objects, const py::list& descriptors) {
   for (py::handle descriptor : descriptors) {
     if (!is_readable(descriptor.ptr())) {
-      throw py::type_error(message(std::string(py::repr(descriptor)),
-                                   " is no attribute or method of a C type"));
+      throw py::type_error(
+          message(std::string(py::repr(descriptor)), " is no attribute or method of a C type"));
     }
     descriptors_.add(descriptor.ptr());
   }
@@ -205,8 +184,8 @@ AttributeSnapshot::AttributeSnapshot(const py::list& objects, const py::list& de
     for (size_t d = 0; d < descriptors_.size(); ++d) {
       auto* type = PyDescr_TYPE(descriptors_[d]);
       if (!PyObject_TypeCheck(object.ptr(), type)) {
-        throw py::type_error(message("expected a ", type->tp_name, ", but got a ",
-                                     Py_TYPE(object.ptr())->tp_name));
+        throw py::type_error(
+            message("expected a ", type->tp_name, ", but got a ", Py_TYPE(object.ptr())->tp_name));
       }
       const auto value = py::reinterpret_steal<py::object>(read(descriptors_[d], object.ptr()));
       throw_if_null(value.ptr());
@@ -251,11 +230,11 @@ Py_ssize_t reference_count(const py::list& objects) {
 
 void bind_identity_walk(py::module_& m) {
   using py::literals::operator""_a;
-  py::class_<IdentitySnapshot>(m, "IdentitySnapshot", with_gc<IdentitySnapshot>())
+  py::class_<IdentitySnapshot>(m, "IdentitySnapshot", visible_to_gc<IdentitySnapshot>())
       .def(py::init<const py::list&>(), "objects"_a)
       .def("check", &IdentitySnapshot::check, "start"_a = 0)
       .def("update", &IdentitySnapshot::update, "index"_a);
-  py::class_<AttributeSnapshot>(m, "AttributeSnapshot", with_gc<AttributeSnapshot>())
+  py::class_<AttributeSnapshot>(m, "AttributeSnapshot", visible_to_gc<AttributeSnapshot>())
       .def(py::init<const py::list&, const py::list&>(), "objects"_a, "descriptors"_a)
       .def("check", &AttributeSnapshot::check);
   m.def("reference_count", &reference_count, "objects"_a);
