@@ -14,6 +14,7 @@
 #include "communicator.h"
 #include "identity_walk.h"
 #include "segment_table.h"
+#include "tensor_layouts.h"
 
 namespace py = pybind11;
 
@@ -310,6 +311,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
         py::kw_only(), "launches"_a = 1, "late_ms"_a = 0, "timeout_ms"_a = defaults.timeout_ms);
 
   bind_identity_walk(m);
+  bind_tensor_layouts(m);
 
   // Its destructor may wait for devices too.
   py::class_<SegmentTable>(m, "SegmentTable", py::release_gil_before_calling_cpp_dtor())

@@ -82,26 +82,6 @@ bool equal(PyObject* a, PyObject* b) {
   return result == 1;
 }
 
-// Makes instances of T visible to the garbage collector.
-template <class T>
-py::custom_type_setup with_gc() {
-  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
-    auto* type = &heap_type->ht_type;
-    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-#if PY_VERSION_HEX >= 0x03090000
-      Py_VISIT(Py_TYPE(self));
-#endif
-      if (!py::detail::is_holder_constructed(self)) return 0;
-      return py::cast<T&>(py::handle(self)).visit(visit, arg);
-    };
-    type->tp_clear = [](PyObject* self) {
-      if (py::detail::is_holder_constructed(self)) py::cast<T&>(py::handle(self)).clear();
-      return 0;
-    };
-  });
-}
-
 }  // namespace
 
 int References::visit(visitproc visit, void* arg) const {
@@ -250,11 +230,11 @@ Py_ssize_t reference_count(const py::list& objects) {
 
 void bind_identity_walk(py::module_& m) {
   using py::literals::operator""_a;
-  py::class_<IdentitySnapshot>(m, "IdentitySnapshot", with_gc<IdentitySnapshot>())
+  py::class_<IdentitySnapshot>(m, "IdentitySnapshot", visible_to_gc<IdentitySnapshot>())
       .def(py::init<const py::list&>(), "objects"_a)
       .def("check", &IdentitySnapshot::check, "start"_a = 0)
       .def("update", &IdentitySnapshot::update, "index"_a);
-  py::class_<AttributeSnapshot>(m, "AttributeSnapshot", with_gc<AttributeSnapshot>())
+  py::class_<AttributeSnapshot>(m, "AttributeSnapshot", visible_to_gc<AttributeSnapshot>())
       .def(py::init<const py::list&, const py::list&>(), "objects"_a, "descriptors"_a)
       .def("check", &AttributeSnapshot::check);
   m.def("reference_count", &reference_count, "objects"_a);

@@ -34,6 +34,25 @@ class References {
   std::vector<PyObject*> items_;
 };
 
+// Makes instances of T visible to the garbage collector.
+template <class T>
+pybind11::custom_type_setup visible_to_gc() {
+  return pybind11::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    auto* type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      if (!pybind11::detail::is_holder_constructed(self)) return 0;
+      return pybind11::cast<T&>(pybind11::handle(self)).visit(visit, arg);
+    };
+    type->tp_clear = [](PyObject* self) {
+      if (pybind11::detail::is_holder_constructed(self))
+        pybind11::cast<T&>(pybind11::handle(self)).clear();
+      return 0;
+    };
+  });
+}
+
 // What modules, lists and dicts contained when they were last looked at.
 //
 // A module is its type, its attributes, and the entries of the dicts _parameters, _buffers and

@@ -205,6 +205,26 @@ class AttributeSnapshot:
 def reference_count(objects: list[Any]) -> int:
     """Returns the sum of the reference counts of the items, the list's own references included."""
 
+class TensorLayouts:
+    """Where tensors lie in memory, read through the exchange API of DLPack.
+
+    Raises RuntimeError for tensors that do not lie in memory.
+    """
+
+    def __init__(self, tensors: list[Any], api: Any) -> None: ...
+    def check(self) -> int:
+        """Returns the position of the first tensor that changed, or -1.
+
+        It lies elsewhere, or has another dtype, shape or stride.
+        """
+
+    def addresses_of(self, others: list[Any]) -> list[int] | None:
+        """Returns the addresses of other tensors, as many or a multiple.
+
+        None if one has another dtype, shape or strides than its counterpart. A dimension of size 1
+        may have any stride.
+        """
+
 def faulty_communicator(
     nranks: int,
     rank: int,

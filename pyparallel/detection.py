@@ -15,17 +15,9 @@ from pyparallel import _C
 from pyparallel.layout import is_dense
 from pyparallel.rewire import attributes_to_rewire, containers_of
 from pyparallel.shells import is_plain, own_tensors
+from pyparallel.tensor_layouts import layouts_of
 
 _Tensor: Any = torch._C.TensorBase
-# p.data = other moves no version counter, so what describes the memory is read at each forward.
-# A tensor cannot change its device without changing its address.
-_DESCRIPTION = [
-    _Tensor.requires_grad,
-    _Tensor.dtype,
-    _Tensor.data_ptr,
-    _Tensor.shape,
-    _Tensor.stride,
-]
 
 
 class ModuleState:
@@ -62,11 +54,19 @@ class ModuleState:
 
     def look_at_memory(self) -> None:
         """Takes the present description of all tensors as the reference."""
-        self._memory = _C.AttributeSnapshot(self.tensors, _DESCRIPTION)
+        # p.data = other moves no version counter, so this is read at each forward.
+        self._layouts = layouts_of(self.tensors)
+        self._gradients = _C.AttributeSnapshot(self.tensors, [_Tensor.requires_grad])
+        lazy = [tensor for tensor in self.tensors if tensor.is_complex()]
+        self._conjugations = _C.AttributeSnapshot(lazy, [_Tensor.is_conj])
 
     def memory_changed(self) -> bool:
         """Whether a tensor lies elsewhere, or became another kind of tensor."""
-        return self._memory.check() != -1
+        return (
+            self._layouts.check() != -1
+            or self._gradients.check() != -1
+            or self._conjugations.check() != -1
+        )
 
     def changes(self) -> tuple[list[int], list[int]] | None:
         """Finds what changed since the last call, and takes it as the new reference.

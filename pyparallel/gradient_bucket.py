@@ -14,6 +14,7 @@ from pyparallel.flat import FlatLayout
 from pyparallel.layout import with_strides
 from pyparallel.reduction import core_dtype
 from pyparallel.streams import current_streams
+from pyparallel.tensor_layouts import layouts_of
 
 OptionalTensors = Sequence[Tensor | None]
 _layout = attrgetter("layout")
@@ -39,6 +40,7 @@ class GradientBucket:
         self.count = len(parameters)
         self._layout = FlatLayout(parameters)
         self._strides = [p.stride() for p in parameters] * len(communicator.devices)
+        self._layouts = layouts_of(parameters)
         self._complex = parameters[0].is_complex()
         self._dtype = core_dtype(parameters[0].dtype)
         # (ticket, all that must stay as it is until the sum is done)
@@ -71,12 +73,13 @@ class GradientBucket:
             moved = [i for i in self._layout.nonempty if results[i] is not None]
             self._start(pointers, moved, destination, (terms, sums[0].untyped_storage()))
             return results
-        if not self._fit(present):
+        addresses = self._addresses(present)
+        if addresses is None:
             present = list(map(with_strides, present, self._strides))
-        pointers = list(map(Tensor.data_ptr, present))
+            addresses = list(map(Tensor.data_ptr, present))
         # The storage, not the sums: autograd keeps them only if nobody else does.
         memory = sums[0].untyped_storage()
-        self._start(pointers, self._layout.nonempty, destination, (present, memory))
+        self._start(addresses, self._layout.nonempty, destination, (present, memory))
         return list(sums)
 
     def wait(self) -> None:
@@ -92,13 +95,11 @@ class GradientBucket:
                 finally:
                     del self._running[0]
 
-    def _fit(self, grads: Sequence[Tensor]) -> bool:
-        """Whether the gradients lie in memory as the parameters do."""
-        return (
-            list(map(Tensor.stride, grads)) == self._strides
-            and not any(map(Tensor.is_neg, grads))
-            and not (self._complex and any(map(Tensor.is_conj, grads)))
-        )
+    def _addresses(self, grads: list[Tensor]) -> list[int] | None:
+        """Returns the addresses of gradients that lie in memory as the parameters do, else None."""
+        if any(map(Tensor.is_neg, grads)) or (self._complex and any(map(Tensor.is_conj, grads))):
+            return None
+        return self._layouts.addresses_of(grads)
 
     def _start(
         self, pointers: list[int], moved: list[int], destination: int, needed: object

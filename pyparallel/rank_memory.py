@@ -19,6 +19,7 @@ from pyparallel.flat import FlatLayout
 from pyparallel.owned import OwnedTensors, storage_uses
 from pyparallel.shells import as_type_of, copy_attributes
 from pyparallel.streams import current_streams
+from pyparallel.tensor_layouts import layouts_of
 
 _Tensor: Any = torch._C.TensorBase
 
@@ -114,7 +115,7 @@ class RankMemory:
 
     def displaced(self) -> bool:
         """Whether a copy was moved to other memory, or spoiled by a forward."""
-        return self._spoiled or (self.memory_held() and self._addresses_seen.check() != -1)
+        return self._spoiled or (self.memory_held() and self._layouts.check() != -1)
 
     def check(self) -> None:
         """Finds out after a forward whether a copy requires a gradient now."""
@@ -135,7 +136,7 @@ class RankMemory:
                 self._storages.append(copies[0].untyped_storage())
         others = list(chain.from_iterable(self.copies[1:]))
         self.owned = OwnedTensors(others)
-        self._addresses_seen = _C.AttributeSnapshot(others, [_Tensor.data_ptr])
+        self._layouts = layouts_of(others)
         self._spoiled = False
         # Trainable ones are nobody's inputs where gradients are recorded.
         watched = [] if self.trainable else others

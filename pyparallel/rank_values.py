@@ -16,6 +16,7 @@ from pyparallel.gradient_bucket import GradientBucket
 from pyparallel.owned import OwnedTensors
 from pyparallel.rank_memory import RankMemory
 from pyparallel.shells import as_type_of, copy_attributes
+from pyparallel.tensor_layouts import layouts_of
 
 _Tensor: Any = torch._C.TensorBase
 
@@ -80,11 +81,10 @@ class RecordedValues(RankValues):
         # What the forward of one rank does to its tensors the others do too, so most is watched on
         # rank 0 only. But what is done because of the data may happen on any rank.
         self._attributes = _C.IdentitySnapshot(root)
-        self._root = _C.AttributeSnapshot(
-            root, [_Tensor.data_ptr, _Tensor.grad_fn, _Tensor.retains_grad]
-        )
+        self._root = _C.AttributeSnapshot(root, [_Tensor.grad_fn, _Tensor.retains_grad])
+        self._root_layouts = layouts_of(root)
         self._versions = _C.AttributeSnapshot(self._others, [_Tensor._version])
-        self._addresses = _C.AttributeSnapshot(self._others, [_Tensor.data_ptr])
+        self._layouts = layouts_of(self._others)
 
     def touched(self) -> bool:
         """Whether the user changed an output in a way that the next forward must not see.
@@ -93,13 +93,14 @@ class RecordedValues(RankValues):
         """
         return (
             self._root.check() != -1
+            or self._root_layouts.check() != -1
             or self._versions.check() != -1
             or self._attributes.check() != -1
             or any(nodes.hooked for nodes in self.buckets)
             # An output that was moved elsewhere has left our memory.
             or (
                 any(memory.memory_held() for memory in self._memories)
-                and self._addresses.check() != -1
+                and self._layouts.check() != -1
             )
         )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel import _C
+from pyparallel import _C, tensor_layouts
 
 Tensor = torch._C.TensorBase
 
@@ -103,6 +103,64 @@ def test_values_of_attributes():
         assert snapshot.check() == 1
 
 
+LAYOUTS = [tensor_layouts.layouts_of, tensor_layouts.AttributeLayouts]
+
+
+@pytest.mark.parametrize("layouts_of", LAYOUTS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: setattr(t, "data", t.data.clone()),
+        lambda t: setattr(t, "data", t.data.t()),
+        lambda t: setattr(t, "data", t.data[:2]),
+        lambda t: setattr(t, "data", t.data.view(torch.int32)),
+        lambda t: setattr(t, "data", t.data.view(1, 3, 3)),
+        lambda t: t.resize_(2, 2),
+        lambda t: t.set_(torch.ones(3, 3)),
+    ],
+)
+def test_layouts_that_change_are_seen(change, layouts_of):
+    tensors = [torch.randn(3, 3), torch.randn(3, 3), torch.empty(0), torch.ones(())]
+    layouts = layouts_of(tensors)
+    tensors[1].mul_(2)
+    assert layouts.check() == -1
+    change(tensors[1])
+    assert layouts.check() == 1
+
+
+@pytest.mark.parametrize("layouts_of", LAYOUTS)
+def test_addresses_of_tensors_in_the_same_layout(layouts_of):
+    def tensors():
+        return [torch.ones(2, 3).t(), torch.ones(4), torch.ones(0, 2)]
+
+    layouts = layouts_of(tensors())
+    others = [*tensors(), *tensors()]
+    assert layouts.addresses_of(others) == [t.data_ptr() for t in others]
+    for wrong in (torch.ones(3, 2), torch.ones(6)[::2][:, None].expand(3, 2)):
+        assert layouts.addresses_of([wrong, *others[1:]]) is None
+    with pytest.raises(RuntimeError):
+        layouts.addresses_of([torch.ones(3, 2).to_sparse(), *others[1:]])
+
+
+def test_addresses_of_the_exchange_api():
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has none")
+    api = torch.Tensor.__dlpack_c_exchange_api__
+    layouts = _C.TensorLayouts([torch.ones(3, 1, 2)], api)
+    moved = torch.ones(1, 3, 2).transpose(0, 1)  # another stride where there is one element
+    assert moved.stride() != (2, 2, 1) and layouts.addresses_of([moved]) == [moved.data_ptr()]
+    for wrong in (torch.ones(3, 1, 2, dtype=torch.float64), torch.ones(3, 2), torch.ones(3, 2, 2)):
+        assert layouts.addresses_of([wrong]) is None
+    with pytest.raises(ValueError, match="got 3 tensors for the layouts of 2"):
+        _C.TensorLayouts([moved, moved], api).addresses_of([moved] * 3)
+    with pytest.raises(RuntimeError):
+        _C.TensorLayouts([torch.eye(2).to_sparse()], api)
+    with pytest.raises((RuntimeError, TypeError)):
+        _C.TensorLayouts([5], api)
+    with pytest.raises(ValueError, match="incorrect name"):
+        _C.TensorLayouts([moved], moved.__dlpack__())
+
+
 def test_wrong_descriptors_and_objects_are_refused():
     with pytest.raises(TypeError, match="is no attribute or method of a C type"):
         _C.AttributeSnapshot([torch.ones(1)], ["data_ptr"])
@@ -134,10 +192,13 @@ def test_snapshots_keep_what_they_compare_with_and_no_more():
     assert weak() is None
 
 
-@pytest.mark.parametrize("kind", ["identity", "attributes"])
+@pytest.mark.parametrize("kind", ["identity", "attributes", "layouts"])
 def test_the_garbage_collector_sees_snapshots(kind):
     thing = Thing()
-    if kind == "identity":
+    if kind == "layouts":
+        thing.weight.owner = thing
+        thing.kept = [tensor_layouts.layouts_of([thing.weight])]
+    elif kind == "identity":
         thing.kept = [_C.IdentitySnapshot([thing])]
     else:
         thing.weight.owner = thing
@@ -152,9 +213,11 @@ def test_detection_is_fast():
     modules = list(nn.Sequential(*[nn.Linear(1, 1) for _ in range(500)]).modules())
     tensors = [p for m in modules for p in m._parameters.values()]
     walk = _C.IdentitySnapshot(modules)
-    values = _C.AttributeSnapshot(
-        tensors, [Tensor.requires_grad, Tensor.dtype, Tensor.data_ptr, Tensor.shape, Tensor.stride]
+    gradients = _C.AttributeSnapshot(tensors, [Tensor.requires_grad])
+    layouts = tensor_layouts.layouts_of(tensors)
+    modules_time, *tensor_times = (
+        min(timeit.repeat(snapshot.check, number=1, repeat=100))
+        for snapshot in (walk, gradients, layouts)
     )
-    # 0.3 and 0.4 us on a quiet machine; twice that, since others may work on this one.
-    for check, count, limit in ((walk.check, 501, 0.6e-6), (values.check, 1000, 0.8e-6)):
-        assert min(timeit.repeat(check, number=1, repeat=50)) < count * limit
+    assert modules_time < 501 * 0.3e-6
+    assert sum(tensor_times) < 1000 * 0.4e-6

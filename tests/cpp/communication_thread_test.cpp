@@ -211,11 +211,17 @@ TEST(synchronize_close_and_the_destructor_wait_for_queued_sums) {
     auto world = std::make_unique<World>(3);
     std::vector<QueuedSum> sums;
     for (int i = 0; i < 20; ++i) sums.emplace_back(*world, kQueued);
+    Blocker blocker;
     for (QueuedSum& sum : sums) sum.launch();
+    std::thread opener([&blocker] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      blocker.open();
+    });
     const Bytes want = world->sum(DType::kFloat32, kQueued);
     if (end == std::string_view("synchronize")) world->communicator.synchronize();
     if (end == std::string_view("close")) world->communicator.close();
     if (end == std::string_view("destructor")) world.reset();
+    opener.join();
     for (const QueuedSum& sum : sums) EXPECT(sum.destination == want, end);
   }
 }

@@ -1,5 +1,7 @@
 // The host backend with the segment sender of GPUs: their bodies, run by the host.
 #pragma once
+#include <set>
+
 #include "check.h"
 #include "hash_sender.h"
 #include "wrapped_backend.h"
@@ -43,10 +45,29 @@ class HostHashSender final : public HashSender {
 class HashedBackend : public StagedBackend {
  public:
   using StagedBackend::StagedBackend;
+  ~HashedBackend() override {
+    for (void* memory : held_) StagedBackend::release(0, memory);  // lost on purpose
+  }
+  void* allocate(u32 rank, u64 bytes) override {
+    return *held_.insert(StagedBackend::allocate(rank, bytes)).first;
+  }
+  void release(u32 rank, void* memory) noexcept override {
+    held_.erase(memory);
+    StagedBackend::release(rank, memory);
+  }
   std::unique_ptr<SegmentSender> make_segment_sender(const SendTable& table) override {
     return std::make_unique<HostHashSender>(*this, table, launches_left);
   }
+  bool wait(u64 ticket, u64 timeout_ns) override {
+    ++waits;
+    return !busy && StagedBackend::wait(ticket, timeout_ns);
+  }
+  int waits = 0;
+  bool busy = false;       // launched work never finishes
   int launches_left = -1;  // the launch after so many fails; -1: none does
+
+ private:
+  std::set<void*> held_;
 };
 
 }  // namespace pyparallel::testing

@@ -250,6 +250,39 @@ TEST(large_tables_run_on_the_pool) {
   }
 }
 
+// Where work is queued, the addresses that it reads must stay, and nothing that it writes is freed.
+TEST(a_device_that_is_behind_is_waited_for) {
+  auto owned = std::make_unique<HashedBackend>(2);
+  HashedBackend& backend = *owned;
+  World world(2, std::move(owned), {.timeout_ms = 40});
+  Bytes a(100, 1), b(100, 2), flat(100);
+  const void* const first[] = {a.data()};
+  const void* const second[] = {b.data()};
+  auto table = std::make_unique<SegmentTable>(world.communicator, 0, std::vector<Segment>{{0, 100}},
+                                              std::vector<void*>{nullptr, flat.data()});
+  table->send(first, world.streams, false);
+  backend.waits = 0;
+  table->send(first, world.streams, false);
+  EXPECT(backend.waits == 0, "the same addresses were waited for");
+  table->send(second, world.streams, false);
+  EXPECT(backend.waits == 1 && flat == b, backend.waits);
+  backend.busy = true;
+  const auto expect = [](const std::function<void()>& call, const char* what) {
+    const std::string text = message_of<Error>(call);
+    EXPECT(
+        text == message(what, ": the last work of the segment table was still running after 80 ms"),
+        text);
+  };
+  table->send(second, world.streams, false);  // ordered by streams
+  expect([&] { table->send(first, world.streams, false); }, "send");
+  expect([&] { table->would_change(second, world.streams); }, "would_change");
+  expect([&] { table->transferred(); }, "transferred");
+  const int allocations = backend.allocations;
+  table.reset();
+  EXPECT(backend.allocations == allocations, "memory was freed that a kernel may write");
+  backend.busy = false;
+}
+
 TEST(memory_is_released_with_the_table) {
   auto owned = std::make_unique<HashedBackend>(3);
   HashedBackend& backend = *owned;
