@@ -23,8 +23,7 @@ from coalesced import coalesced_lines
 from gloo import Size, gloo_lines
 from latency import latency_lines
 from limits import limit_lines
-
-import pyparallel
+from origin import facts
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     torch.set_num_threads(1)  # it only prepares and checks; its threads would spin meanwhile
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    print(
-        f"# pyparallel {pyparallel.__version__}  torch {torch.__version__}  {cores} cores", end=""
-    )
-    print(f"  load {load:.1f}" + ("  (not idle: the numbers are worth little)" if load > 1 else ""))
+    origin = facts("bench/speed.py", argv)
+    load = os.getloadavg()[0]
+    for name, value in origin.items():
+        print(f"# {name}: {value}")
+    print(f"# load: {load:.1f}" + (", so the numbers are worth little" if load > 1 else ""))
     print(f"#{'':43} {'lower':>8} {'median':>8} {'upper':>8}")
     lines: list[Line] = []
     for name in args.sections or SECTIONS:
@@ -85,14 +84,8 @@ def main(argv: list[str] | None = None) -> int:
             lines.append(line if not args.dry_run else line.without_bar())
             print(lines[-1], flush=True)
     if args.json:
-        result = {
-            "version": pyparallel.__version__,
-            "torch": torch.__version__,
-            "cores": cores,
-            "load": load,
-            "dry_run": args.dry_run,
-            "lines": [line.as_json() for line in lines],
-        }
+        lines_json = [line.as_json() for line in lines]
+        result = {"origin": origin, "load": load, "dry_run": args.dry_run, "lines": lines_json}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if any(line.wrong for line in lines):
         return 1
