@@ -47,6 +47,14 @@ class Case:
         for buffer, values in self._inputs:
             buffer.fill(values)
 
+    @property
+    def inputs(self) -> list[Buffer]:
+        return [buffer for buffer, _ in self._inputs]
+
+    @property
+    def outputs(self) -> list[Buffer]:
+        return [buffer for buffer, _ in self._outputs]
+
     def wrong(self) -> int:
         """Counts wrong values in all outputs, and writes outside of them."""
         return sum(buffer.wrong(expected) for buffer, expected in self._outputs)
@@ -75,14 +83,16 @@ def _base(count: int) -> Tensor:
     return torch.randint(8, (count,), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
 
 
-def _values(rank: int, count: int) -> Tensor:
+def rank_values(rank: int, count: int) -> Tensor:
+    """Returns the values of a rank's input."""
     return (_base(count) + rank).bitwise_and_(7)
 
 
-def _sums(nranks: int, count: int) -> Tensor:
+def rank_sums(nranks: int, count: int) -> Tensor:
+    """Returns the sums of all ranks' inputs."""
     total = torch.zeros(count, dtype=torch.int8)  # at most 16 * 7
     for rank in range(nranks):
-        total += _values(rank, count)
+        total += rank_values(rank, count)
     return total
 
 
@@ -112,7 +122,7 @@ def _broadcast(ranks: Ranks, shape: Shape, algorithm: str) -> Case:
             shape.root, sources, [0], sizes, destinations, ranks.streams, algorithm
         )
 
-    values = _values(shape.root, shape.count)
+    values = rank_values(shape.root, shape.count)
     return Case(run, [(source, values)], [(b, values) for b in buffers if b is not source])
 
 
@@ -127,8 +137,8 @@ def _reduce_add(ranks: Ranks, shape: Shape, algorithm: str) -> Case:
             shape.root, sources, [0], sizes, destination, name, ranks.streams, algorithm
         )
 
-    inputs = [(b, _values(rank, shape.count)) for rank, b in enumerate(buffers)]
-    return Case(run, inputs, [(total, _sums(len(ranks), shape.count))])
+    inputs = [(b, rank_values(rank, shape.count)) for rank, b in enumerate(buffers)]
+    return Case(run, inputs, [(total, rank_sums(len(ranks), shape.count))])
 
 
 def _all_reduce_between(
@@ -140,8 +150,8 @@ def _all_reduce_between(
     def run() -> None:
         ranks.core.all_reduce(sources, destinations, shape.count, name, ranks.streams, algorithm)
 
-    total = _sums(len(ranks), shape.count)
-    values = [(b, _values(rank, shape.count)) for rank, b in enumerate(inputs)]
+    total = rank_sums(len(ranks), shape.count)
+    values = [(b, rank_values(rank, shape.count)) for rank, b in enumerate(inputs)]
     return Case(run, values, [(b, total) for b in outputs])
 
 
@@ -179,7 +189,7 @@ def _scatter(ranks: Ranks, shape: Shape, algorithm: str) -> Case:
             ranks.streams,
         )
 
-    values = _values(shape.root, shape.count)
+    values = rank_values(shape.root, shape.count)
     outputs = [
         (b, values[s])
         for rank, (b, s) in enumerate(zip(pieces, shares, strict=True))
@@ -205,7 +215,7 @@ def _gather(ranks: Ranks, shape: Shape, algorithm: str) -> Case:
             shape.root, sources, 1, target.nbytes, offsets, sizes, target.pointer, ranks.streams
         )
 
-    values = [_values(rank, shape.count)[s] for rank, s in enumerate(shares)]
+    values = [rank_values(rank, shape.count)[s] for rank, s in enumerate(shares)]
     return Case(run, list(zip(pieces, values, strict=True)), [(target, torch.cat(values))])
 
 

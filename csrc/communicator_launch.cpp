@@ -135,10 +135,11 @@ void Communicator::free_all() {
     retired_.clear();
     return;
   }
-  // Memory that a kernel may still write must not go back to the system: it is lost, not freed.
-  (void)plan_runner_.release();
-  (void)connections_.release();
-  for (Retired& retired : retired_) (void)retired.connections.release();
+  // Memory that a kernel may still write must not go back to the system: it is kept for ever.
+  static auto& kept = *new std::vector<std::shared_ptr<void>>;  // launches are locked
+  kept.emplace_back(std::move(plan_runner_));
+  kept.emplace_back(std::move(connections_));
+  for (Retired& retired : retired_) kept.emplace_back(std::move(retired.connections));
   retired_.clear();
 }
 

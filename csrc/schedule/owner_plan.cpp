@@ -25,6 +25,8 @@ void visit_ranks(u32 present, Visit visit) {
 EventPlan direct_sum(const SumPlan& plan) {
   PlanBuilder builder;
   const u32 nowners = static_cast<u32>(plan.owners.size());
+  const u64 nmoves = plan.segments.size() + nowners;  // each owner may cut one
+  builder.reserve(nmoves, nmoves * (plan.nranks + plan.receivers.size()));
   std::vector<Place> sources, destinations;
   for (u32 i = 0; i < nowners; ++i) {
     const Range shard = part_range(span_of(plan.segments), nowners, i);

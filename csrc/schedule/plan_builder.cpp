@@ -37,6 +37,11 @@ void PlanBuilder::add(Move move, std::span<const Place> sources,
   plan_.nsteps = std::max(plan_.nsteps, move.step + 1);
 }
 
+void PlanBuilder::reserve(u64 nmoves, u64 nplaces) {
+  plan_.moves.reserve(nmoves);
+  plan_.places.reserve(nplaces);
+}
+
 void PlanBuilder::copy(u32 step, u32 executor, Place source, std::span<const Place> destinations,
                        u64 bytes) {
   sum(step, executor, {&source, 1}, destinations, bytes);
@@ -73,8 +78,9 @@ void PlanBuilder::sum(u32 step, u32 executor, std::span<const Place> sources,
 }
 
 EventPlan PlanBuilder::finish() {
-  std::stable_sort(plan_.moves.begin(), plan_.moves.end(),
-                   [](const Move& a, const Move& b) { return a.step < b.step; });
+  const auto in_order = [](const Move& a, const Move& b) { return a.step < b.step; };
+  if (!std::is_sorted(plan_.moves.begin(), plan_.moves.end(), in_order))
+    std::stable_sort(plan_.moves.begin(), plan_.moves.end(), in_order);
   return std::move(plan_);
 }
 

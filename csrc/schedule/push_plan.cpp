@@ -8,6 +8,7 @@ namespace {
 EventPlan direct_broadcast(u32 root, std::span<const u32> peers,
                            std::span<const Segment> segments) {
   PlanBuilder builder;
+  builder.reserve(segments.size(), segments.size() * (1 + peers.size()));
   std::vector<Place> destinations;
   for (u32 k = 0; k < segments.size(); ++k) {
     destinations.clear();

@@ -155,7 +155,7 @@ CudaPairPort::~CudaPairPort() {
     cudaFree(side->words);
     cudaStreamDestroy(side->stream);
   }
-  cudaFreeHost(host_words_);
+  if (host_words_) cudaFreeHost(host_words_);
   cudaGetLastError();
 }
 

@@ -66,14 +66,6 @@ void stream_to_all(u8* const* destinations, u32 ndestinations, const u8* from, u
   }
 }
 
-// Because streaming stores are weakly ordered: without it a later release store could become
-// visible before them.
-void stream_fence() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
-
 u64 last_level_cache_bytes() {
   long bytes = 0;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
@@ -113,6 +105,12 @@ struct Sum {
 
 }  // namespace
 
+void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 Stores stores_for(u64 bytes) {
   static const u64 limit = last_level_cache_bytes() / 2;
   return bytes > limit ? Stores::kStreaming : Stores::kCached;
@@ -126,7 +124,6 @@ void copy(u8* const* destinations, u32 ndestinations, const u8* source, u64 byte
   }
   if (stores == Stores::kStreaming) {
     stream_to_all(to, n, source, bytes);
-    stream_fence();
     return;
   }
   const u64 block = n == 1 ? bytes : kBlock;
@@ -148,7 +145,6 @@ void sum(DType dtype, u8* const* destinations, u32 ndestinations, const u8* cons
   }
   sum.run(0, head, Stores::kCached);
   sum.run(head, bytes, Stores::kStreaming);
-  stream_fence();
 }
 
 }  // namespace pyparallel::host

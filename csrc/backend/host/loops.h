@@ -9,13 +9,17 @@
 namespace pyparallel::host {
 
 // How results are stored. Streaming stores bypass the caches: worth it only when the data of the
-// whole operation would not stay in the last-level cache anyway. They are fenced before the loop
-// returns.
+// whole operation would not stay in the last-level cache anyway. Whoever asks for them calls
+// stream_fence() before it tells anybody that the data are there.
 enum class Stores { kCached, kStreaming };
 
 // kStreaming when `bytes`, everything an operation reads and writes, exceeds half of the last-level
 // cache.
 Stores stores_for(u64 bytes);
+
+// Makes the calling thread's streaming stores visible before its later stores: they are weakly
+// ordered, and without it a release store could overtake them.
+void stream_fence();
 
 void copy(u8* const* destinations, u32 ndestinations, const u8* source, u64 bytes, Stores stores);
 

@@ -97,6 +97,9 @@ struct Batch {
       const u64 to = cut(begin, ends[k], last);
       if (from < to) run_part(tasks[k], from, to, stores);
     }
+    // Because the pool passes the tile on with release stores: once a tile and not once a task, of
+    // which there may be thousands.
+    if (stores == Stores::kStreaming) stream_fence();
   }
 };
 
@@ -115,6 +118,7 @@ void run_tasks(std::span<const Task> tasks) {
     for (const Task& task : tasks) {
       if (payload(task) != 0) run_part(task, 0, payload(task), stores);
     }
+    if (stores == Stores::kStreaming) stream_fence();  // the caller may pass the data on
     return;
   }
   Pool& pool = Pool::instance();
