@@ -45,7 +45,7 @@ class ModuleState:
             ]
             for module in modules
         ]
-        self.rewired = [attributes_to_rewire(module, self.originals) for module in modules]
+        self.rewired = attributes_to_rewire(modules, self.originals)
         self._structures = [_structure(module) for module in modules]
         self._containers = list(map(containers_of, modules, self.rewired))
         self._look()
@@ -89,13 +89,15 @@ class ModuleState:
             else:
                 tensors.append(index - len(self._owners))
             index = self._identities.check(index + 1)
-        look_again = False
-        for i in changed:
-            module = self.modules[i]
+        modules = [self.modules[i] for i in changed]
+        for i, module in zip(changed, modules, strict=True):
             if not _same_structure(self._structures[i], _structure(module)):
                 self._valid = False
                 return None
-            self.rewired[i] = attributes_to_rewire(module, self.originals)
+        look_again = False
+        rewired = attributes_to_rewire(modules, self.originals)
+        for i, module, names in zip(changed, modules, rewired, strict=True):
+            self.rewired[i] = names
             containers = containers_of(module, self.rewired[i])
             if list(map(id, containers)) != list(map(id, self._containers[i])):
                 self._containers[i] = containers
@@ -109,7 +111,7 @@ class ModuleState:
             if not _same_structure(structure, _structure(module)):
                 return None
         self._valid = True
-        self.rewired = [attributes_to_rewire(module, self.originals) for module in self.modules]
+        self.rewired = attributes_to_rewire(self.modules, self.originals)
         self._containers = list(map(containers_of, self.modules, self.rewired))
         self._look()
         return list(range(len(self.modules))), list(range(len(self.tensors)))

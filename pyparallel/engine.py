@@ -185,14 +185,17 @@ class Engine:
         self._layout = None
         self._buckets = [b for b in buckets if state.tensors[b[0]].requires_grad]
         self._memories = [
-            RankMemory(self._communicator, members, [state.tensors[k] for k in members])
-            for members in groups
+            RankMemory(self._communicator, members, [state.tensors[k] for k in members], written)
+            for members, written in groups
         ]
         self._layout = kinds, groups
 
     def _send(self) -> None:
         if self._recorded is not None and self._recorded.touched():
             self._drop_recorded()
+            for memory in self._memories:
+                if memory.trainable:
+                    memory.spoil()
         for memory in self._memories:
             renewed = memory.displaced()
             if renewed:
@@ -256,16 +259,19 @@ class Engine:
             nodes.prepare(BUCKET_SEQUENCE_NUMBER - 1 if inside_ddp else len(buckets) - i)
 
 
-def _memory_groups(state: ModuleState, buckets: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the tensors that share a flat buffer; buffers apart from frozen parameters."""
+def _memory_groups(
+    state: ModuleState, buckets: Sequence[Sequence[int]]
+) -> list[tuple[list[int], bool]]:
+    """Returns the tensors that share a flat buffer, and whether forward writes them."""
     buffers = {k for entries in state.entries for kind, _, k in entries if kind == "_buffers"}
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Any, tuple[list[int], bool]] = {}
     for bucket in buckets:
         for k in bucket:
             tensor = state.tensors[k]
-            # What forward writes to buffers on its rank is sent again each time.
-            kind = tensor.requires_grad or k in buffers
-            groups.setdefault((tensor.dtype, tensor.requires_grad, kind), []).append(k)
+            # Buffers apart from frozen parameters, for which there is nothing to be done as a rule.
+            written = k in buffers and not tensor.requires_grad
+            kind = tensor.dtype, tensor.requires_grad, written
+            groups.setdefault(kind, ([], written))[0].append(k)
     return list(groups.values())
 
 

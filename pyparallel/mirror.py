@@ -7,7 +7,6 @@ dicts of a replica that hold the tensors write through.
 
 import functools
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -88,17 +87,25 @@ def mirror(module: nn.Module) -> None:
     state["__getstate__"] = functools.partial(_state_of, owner)
 
 
-def without_mirror(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of a module that are its own."""
+def mirrored(module: nn.Module) -> set[str]:
+    """Returns the attributes that ``mirror`` added."""
+    state = module.__dict__
     if type(state.get("_parameters")) is not MirroredEntries:
-        return state
-    mirrored: Iterable[str] = {"__getstate__", *state["_parameters"], *state["_buffers"]}
-    own = {key: value for key, value in state.items() if key not in mirrored}
-    own.update((kind, dict(state[kind])) for kind in _KINDS)
+        return set()
+    return {"__getstate__", *state["_parameters"], *state["_buffers"]}
+
+
+def without_mirror(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module that are its own."""
+    added = mirrored(module)
+    if not added:
+        return module.__dict__
+    own = {key: value for key, value in module.__dict__.items() if key not in added}
+    own.update((kind, dict(module.__dict__[kind])) for kind in _KINDS)
     return own
 
 
 def _state_of(owner: "weakref.ref[nn.Module]") -> dict[str, Any]:
     module = owner()
     assert module is not None
-    return without_mirror(module.__dict__)
+    return without_mirror(module)

@@ -27,6 +27,12 @@ _Tensor: Any = torch._C.TensorBase
 class RankMemory:
     """Copies of some tensors of one dtype, in one flat buffer a rank; rank 0 has the originals.
 
+    Args:
+        communicator: The ranks.
+        members: The positions of the tensors in the module's list.
+        tensors: The originals: all of them require a gradient, or none.
+        written: Whether forward writes the tensors on every rank, as it does with buffers.
+
     Attributes:
         members: The positions of the tensors in the module's list.
         trainable: Whether the tensors require a gradient.
@@ -35,14 +41,21 @@ class RankMemory:
     """
 
     def __init__(
-        self, communicator: Communicator, members: Sequence[int], tensors: Sequence[Tensor]
+        self,
+        communicator: Communicator,
+        members: Sequence[int],
+        tensors: Sequence[Tensor],
+        written: bool,
     ) -> None:
         self.members = members
         self.trainable = tensors[0].requires_grad
-        self._sent = self._skipped = 0  # by earlier tables, and without asking the table
+        self._sent = self._skipped = 0  # by earlier tables
         self._communicator = communicator
         self._layout = FlatLayout(tensors)
-        self._nbytes = sum(self._layout.nbytes) * (len(communicator.devices) - 1)
+        # On the host the copies are compared with the originals. On GPUs the root compares what it
+        # sends with what it sent last, so it must be told where forward wrote a copy.
+        self._compares = communicator.devices[0].kind == "cpu"
+        self._written = written
         self._table: _C.SegmentTable | None = None
         self.copies: list[list[Tensor]] = [list(tensors)]
         self.renew()
@@ -68,14 +81,15 @@ class RankMemory:
         if self._table is None or self._communicator.core is not self._core:  # after a fork
             self._make_table()
         assert self._table is not None
-        if not always and not self._table.would_change(self._sources, streams):
-            self._skipped += self._nbytes
-            return False
-        renew = in_use(self) or self.held()
-        if renew:
+        always = always or (self._written and not self._compares)
+        # On GPUs the question is answered when the device is; so it is asked only where it matters.
+        renewed = (in_use(self) or self.held()) and (
+            always or self._table.would_change(self._sources, streams)
+        )
+        if renewed:
             self.renew()
         self._table.send(self._sources, streams, always)
-        return renew
+        return renewed
 
     def transferred(self) -> tuple[int, int]:
         """Returns the bytes that went to the ranks so far, and those that they had already.
@@ -118,8 +132,12 @@ class RankMemory:
         return self._spoiled or (self.memory_held() and self._layouts.check() != -1)
 
     def check(self) -> None:
-        """Finds out after a forward whether a copy requires a gradient now."""
-        self._spoiled |= self._gradients_seen.check() != -1
+        """Finds out after a forward whether it spoiled a copy."""
+        self._spoiled |= self._seen.check() != -1
+
+    def spoil(self) -> None:
+        """Notes that forward wrote an alias of a copy, if that would not be found anyhow."""
+        self._spoiled |= not self._compares
 
     def renew(self) -> None:
         """Takes new memory, to which nothing was sent yet."""
@@ -139,8 +157,10 @@ class RankMemory:
         self._layouts = layouts_of(others)
         self._spoiled = False
         # Trainable ones are nobody's inputs where gradients are recorded.
-        watched = [] if self.trainable else others
-        self._gradients_seen = _C.AttributeSnapshot(watched, [_Tensor.requires_grad])
+        watched = [] if self.trainable else [_Tensor.requires_grad]
+        if not self._compares and not self._written:
+            watched.append(_Tensor._version)
+        self._seen = _C.AttributeSnapshot(others, watched)
         self._ours = len(originals) + 1
         self._sources = self._addresses()
         self._make_table()

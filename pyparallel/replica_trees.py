@@ -14,14 +14,15 @@ from torch import nn
 
 from pyparallel import _C
 from pyparallel.detection import ModuleState
-from pyparallel.mirror import mirror
+from pyparallel.mirror import mirror, mirrored, without_mirror
 from pyparallel.owned import OwnedTensors
 from pyparallel.rank_values import RankValues
-from pyparallel.rewire import containers_in
-from pyparallel.shells import bind, fill_shell, restore_compilation
+from pyparallel.rewire import ATOMS, containers_in
+from pyparallel.shells import ADDED_TO_SHELLS, bind, fill_shell, restore_compilation
 
 # Beyond these, a tree in use is left to its users.
 _MAX_TREES = 8
+_MISSING = object()
 # How deep references among a tree's modules are looked for in what forward wrote.
 _MAX_DEPTH = 3
 
@@ -89,9 +90,33 @@ class ReplicaTree:
             self._bind_values(changed)
         count = len(self._state.modules)
         self._rewrite(
-            [rank * count + i for rank in range(len(self._shells)) for i in sorted(changed)]
+            rank * count + i
+            for i in sorted(changed)
+            if not self._copy_plain_attributes(i)
+            for rank in range(len(self._shells))
         )
         self._idle = _C.reference_count(self._all)
+
+    def _copy_plain_attributes(self, i: int) -> bool:
+        """Gives the replicas of a module its numbers and strings. Returns whether that is all.
+
+        As it is after ``train`` and ``eval``, which change every module.
+        """
+        if self._state.rewired[i]:
+            return False
+        module, replica = self._state.modules[i], self._shells[0][i]
+        own, theirs = without_mirror(module), replica.__dict__
+        changed = {k: v for k, v in own.items() if theirs.get(k, _MISSING) is not v}
+        for kind in ("_modules", "_parameters", "_buffers"):
+            del changed[kind]
+        removed = theirs.keys() - own.keys() - ADDED_TO_SHELLS - mirrored(replica)
+        if removed or not ATOMS.issuperset(map(type, changed.values())):
+            return False
+        count = len(self._state.modules)
+        for rank, shells in enumerate(self._shells):
+            shells[i].__dict__.update(changed)
+            self._snapshot.update(rank * count + i)
+        return True
 
     def _clean_unless_used(self, references: int) -> bool:
         users = _C.reference_count(self._all) - self._idle - references

@@ -50,7 +50,7 @@ def replicate(network: M, devices: Sequence[Device], detach: bool = False) -> li
     tensors = own_tensors(modules)
     copies = _broadcast(tensors, devices, detach)
     originals: list[Any] = [*modules, *tensors]
-    to_rewire = [attributes_to_rewire(module, originals) for module in modules]
+    to_rewire = attributes_to_rewire(modules, originals)
     replicas = []
     for row in copies:
         shells = [make_shell(module) for module in modules]

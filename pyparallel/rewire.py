@@ -19,7 +19,8 @@ from pyparallel.mirror import without_mirror
 # A list that holds itself ends here.
 _MAX_DEPTH = 8
 
-_ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
+# Types of values that lead nowhere.
+ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
 
 # Replicas share the hooks with the original, as in torch: a hook that is a bound method, and keeps
 # what it sees, must keep it where the user looks for it. The tree itself is bound by replicate.
@@ -34,14 +35,17 @@ class _Placeholder:
     """Something that can be the owner of a method and the target of a weak reference."""
 
 
-def attributes_to_rewire(module: nn.Module, tree: Iterable[Any]) -> list[str]:
-    """Returns the names of a module's attributes that lead to an object of ``tree``."""
+def attributes_to_rewire(modules: Iterable[nn.Module], tree: Iterable[Any]) -> list[list[str]]:
+    """Returns for each module its attributes that lead to an object of ``tree``, by name."""
     placeholder = _Placeholder()
     substitutes = {id(value): placeholder for value in tree}
     return [
-        name
-        for name, value in without_mirror(module.__dict__).items()
-        if name not in _BOUND_ELSEWHERE and rewire(value, substitutes) is not value
+        [
+            name
+            for name, value in without_mirror(module).items()
+            if name not in _BOUND_ELSEWHERE and rewire(value, substitutes) is not value
+        ]
+        for module in modules
     ]
 
 
@@ -53,7 +57,7 @@ def containers_of(module: nn.Module, rewired: Collection[str]) -> list[Any]:
         rewired: Its attributes that lead into the tree. Long containers are of interest here only.
     """
     found: list[Any] = []
-    for name, value in without_mirror(module.__dict__).items():
+    for name, value in without_mirror(module).items():
         if name not in _BOUND_ELSEWHERE:
             limit = None if name in rewired else _MAX_WATCHED_ENTRIES
             _collect_containers(value, found, limit, 0)
@@ -80,7 +84,7 @@ def _collect_containers(value: Any, found: list[Any], limit: int | None, depth: 
         return
     if depth > _MAX_DEPTH or (limit is not None and len(items) > limit):
         return
-    if not items or not _ATOMS.issuperset(map(type, items)):
+    if not items or not ATOMS.issuperset(map(type, items)):
         if kind in (list, dict, OrderedDict):
             found.append(value)
         for item in items:
@@ -94,7 +98,7 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
         ``value`` itself if nothing in it is replaced, else a new object of its type.
     """
     kind = type(value)
-    if kind in _ATOMS or depth > _MAX_DEPTH:
+    if kind in ATOMS or depth > _MAX_DEPTH:
         return value
     if id(value) in substitutes:
         return substitutes[id(value)]
@@ -111,13 +115,13 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
             return value
         return functools.partial(new[0], *new[1], **new[2])
     if kind in (list, tuple):
-        if _ATOMS.issuperset(map(type, value)):
+        if ATOMS.issuperset(map(type, value)):
             return value
         items = [rewire(item, substitutes, depth + 1) for item in value]
         return value if _same(value, items) else kind(items)
     if kind in (dict, OrderedDict):
         flat = list(chain(value.keys(), value.values()))
-        if _ATOMS.issuperset(map(type, flat)):
+        if ATOMS.issuperset(map(type, flat)):
             return value
         items = [rewire(item, substitutes, depth + 1) for item in flat]
         return (

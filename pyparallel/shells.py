@@ -15,6 +15,10 @@ from pyparallel.rewire import rewire
 M = TypeVar("M", bound=nn.Module)
 
 
+# Attributes that a replica has and the original may lack.
+ADDED_TO_SHELLS = frozenset(("_is_replica", "zero_grad"))
+
+
 class PerObject:
     """A place for what belongs to one object, and must not go with its attributes to a copy."""
 
@@ -80,7 +84,7 @@ def fill_shell(module: nn.Module, replica: nn.Module) -> None:
     # user's module, which then loses its parameters.
     state = replica.__dict__
     state.clear()
-    state.update(without_mirror(module.__dict__))
+    state.update(without_mirror(module))
     state["_is_replica"] = True
     for name, value in module.__dict__.items():
         if type(value) is PerObject:

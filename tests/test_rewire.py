@@ -63,4 +63,4 @@ def test_attributes_to_rewire_leaves_hooks_and_entries_alone():
     root.layers = [child]
     root.names = ["child"]
     root.register_forward_hook(child.method)
-    assert attributes_to_rewire(root, [root, child]) == ["layers"]
+    assert attributes_to_rewire([child, root], [root, child]) == [[], ["layers"]]
