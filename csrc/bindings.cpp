@@ -1,6 +1,7 @@
 // The Python module pyparallel._C: the only file that knows Python. Its interface is
 // pyparallel/_C.pyi.
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <sstream>
 #include <string>
@@ -22,6 +23,26 @@ namespace py = pybind11;
 
 namespace pyparallel {
 namespace {
+
+// Gives up the GIL for its scope. Where a daemon thread wants it back after the interpreter has
+// begun to end, Python up to 3.13 ends the thread by unwinding it, which no destructor survives. It
+// sleeps for ever instead, as Python 3.14 makes it do.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) pause();
+    }
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
 
 // A non-negative int that fits 64 bits.
 u64 to_u64(py::handle value, const char* what) {
@@ -91,7 +112,7 @@ std::unique_ptr<Communicator> make_communicator(const std::string& backend, py::
                                                 u64 slot_bytes, u64 stage_slot_bytes,
                                                 const std::string& algorithms) {
   const auto list = to_vector<int>(devices, "devices");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   PP_CHECK_ARG(backend == "host" || backend == "cuda", "backend is '", backend,
                "', but must be 'host' or 'cuda'");
   const auto nranks = static_cast<u32>(list.size());
@@ -119,7 +140,7 @@ void broadcast(Communicator& self, u64 root, py::handle sources, py::handle offs
   const auto segments = to_pairs<Segment>("broadcast", offsets, sizes);
   const auto to = to_vector<void*>(destinations, "destinations");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   self.broadcast(to_rank(root), from, segments, to, handles, algorithm);
 }
 
@@ -139,7 +160,7 @@ u64 reduce_add(Communicator& self, u64 root, py::handle sources, py::handle offs
   PP_CHECK_ARG(rank == self.nranks(), "reduce_add: got sources of ", rank, " ranks for ",
                self.nranks(), " ranks");
   auto handles = to_vector<StreamHandle>(streams, "streams");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   auto* const to = reinterpret_cast<void*>(destination);
   if (asynchronous) {
     return self.reduce_add_async(to_rank(root), std::move(from), std::move(segments), to,
@@ -154,7 +175,7 @@ void all_reduce(Communicator& self, py::handle sources, py::handle destinations,
   const auto from = to_vector<const void*>(sources, "sources");
   const auto to = to_vector<void*>(destinations, "destinations");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   self.all_reduce(from, to, count, parse_dtype(dtype), handles, algorithm);
 }
 
@@ -163,7 +184,7 @@ void scatter(Communicator& self, u64 root, u64 source, u64 rows, u64 pitch, py::
   const auto shares = to_pairs<Share>("scatter", offsets, sizes);
   const auto to = to_vector<void*>(destinations, "destinations");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   self.scatter(to_rank(root), reinterpret_cast<const void*>(source), rows, pitch, shares, to,
                handles);
 }
@@ -173,7 +194,7 @@ void gather(Communicator& self, u64 root, py::handle sources, u64 rows, u64 pitc
   const auto from = to_vector<const void*>(sources, "sources");
   const auto shares = to_pairs<Share>("gather", offsets, sizes);
   const auto handles = to_vector<StreamHandle>(streams, "streams");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   self.gather(to_rank(root), from, rows, pitch, shares, reinterpret_cast<void*>(destination),
               handles);
 }
@@ -182,7 +203,7 @@ void gather(Communicator& self, u64 root, py::handle sources, u64 rows, u64 pitc
 void move_at_limit(bool streaming, py::handle sources, py::handle destinations, u64 nbytes) {
   const auto from = to_vector<const u8*>(sources, "sources");
   const auto to = to_vector<u8*>(destinations, "destinations");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   host::move_at_limit(streaming ? host::Stores::kStreaming : host::Stores::kCached, from, to,
                       nbytes);
 }
@@ -192,7 +213,7 @@ std::unique_ptr<SegmentTable> make_segment_table(Communicator& communicator, u64
                                                  py::handle flats) {
   auto segments = to_pairs<Segment>("segment table", offsets, sizes);
   auto to = to_vector<void*>(flats, "flats");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   return std::make_unique<SegmentTable>(communicator, to_rank(root), std::move(segments),
                                         std::move(to));
 }
@@ -200,21 +221,21 @@ std::unique_ptr<SegmentTable> make_segment_table(Communicator& communicator, u64
 void send(SegmentTable& self, py::handle sources, py::handle streams, bool always) {
   const auto from = to_vector<const void*>(sources, "sources");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   self.send(from, handles, always);
 }
 
 bool would_change(SegmentTable& self, py::handle sources, py::handle streams) {
   const auto from = to_vector<const void*>(sources, "sources");
   const auto handles = to_vector<StreamHandle>(streams, "streams");
-  const py::gil_scoped_release release;
+  const WithoutGil release;
   return self.would_change(from, handles);
 }
 
 py::tuple transferred(SegmentTable& self) {
   Transferred bytes;
   {
-    const py::gil_scoped_release release;
+    const WithoutGil release;
     bytes = self.transferred();
   }
   return py::make_tuple(bytes.sent, bytes.skipped);
@@ -274,15 +295,13 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   });
   m.def("build_info", &build_info);
   m.def("algorithms", &algorithms);
-  m.def(
-      "cuda_device_count", [] { return cuda_device_count(); },
-      py::call_guard<py::gil_scoped_release>());
+  m.def("cuda_device_count", [] { return cuda_device_count(); }, py::call_guard<WithoutGil>());
   m.def("cuda_driver_version", [] { return str_or_none(cuda_driver_version()); });
 
   m.def("move_at_limit", &move_at_limit, "streaming"_a, "sources"_a, "destinations"_a, "nbytes"_a);
 
   const CommunicatorOptions defaults;
-  const auto released = py::call_guard<py::gil_scoped_release>();
+  const auto released = py::call_guard<WithoutGil>();
   // The destructor may wait for devices, so it runs without the GIL.
   py::class_<Communicator>(m, "Communicator", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_communicator), "backend"_a, "devices"_a, py::kw_only(),

@@ -20,8 +20,8 @@ from pyparallel.functions import BUCKET_SEQUENCE_NUMBER
 from pyparallel.owned import OwnedTensors, accounted
 from pyparallel.rank_memory import RankMemory
 from pyparallel.rank_values import RankValues, RecordedValues
-from pyparallel.replica_trees import TreePool
 from pyparallel.replicate import check_not_modified, replicate
+from pyparallel.tree_pool import TreePool
 
 
 class Engine:
