@@ -11,6 +11,7 @@
 #include "backend/cuda/device_guard.h"
 #include "backend/cuda/kernels.h"
 #include "backend/cuda/peer.h"
+#include "backend/cuda/stream_order.h"
 #include "backend/host/flag_blocks.h"
 #include "backend/host/task_batch.h"
 #include "fake_cuda.h"
@@ -95,7 +96,8 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   FAKE_CALL();
-  if (kind == cudaMemcpyDefault) fake::launched(stream);
+  if (kind == cudaMemcpyDefault && stream != pyparallel::setup_stream(fake::current))
+    fake::launched(stream);
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
