@@ -9,9 +9,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
+import coalesced
+import limits
+import ranks
 import speed
 from bars import Line, Sample, in_turns, quartiles, ratios
-from limits import CASES
 
 from pyparallel import _C
 
@@ -29,7 +31,7 @@ def test_a_dry_run_prints_and_writes_every_line_without_bars(tmp_path, capsys):
     assert list(result) == ["origin", "load", "dry_run", "lines"] and result["dry_run"]
     assert result["origin"]["command"].endswith(f"bench/speed.py --dry-run --json {out}")
     lines = result["lines"]
-    assert len(lines) == len(CASES) + 2 + 2 + 6
+    assert len(lines) == len(limits.CASES) + 2 + 2 + 6
     assert len({entry["name"] for entry in lines}) == len(lines)
     printed = capsys.readouterr().out
     for entry in lines:
@@ -92,6 +94,26 @@ def test_rounds_start_with_another_run_each_time():
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert ratios(samples["a"], samples["b"]) == [1.5, 1.5, 1.5]
     assert quartiles([4.0, 1.0, 2.0, 3.0, 5.0]) == (2, 3, 4)
+
+
+class IdleCore:
+    """A core that does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+@pytest.mark.parametrize("fault", ["limit", "core"])
+def test_what_moves_nothing_is_wrong(fault, monkeypatch):
+    if fault == "limit":
+        monkeypatch.setattr(limits._C, "move_at_limit", lambda *args: None)
+    else:
+        core = property(lambda _: IdleCore(), lambda *_: None)
+        monkeypatch.setattr(ranks.Ranks, "core", core, raising=False)
+    assert all(entry.wrong > 0 for entry in limits.limit_lines(4096, rounds=2))
+    if fault == "core":
+        assert coalesced._persistent([torch.rand(coalesced.NUMEL)] * 2, rounds=2).wrong > 0
+        assert all(entry.wrong > 0 for entry in speed.gloo_lines([speed.Size(4, 20, 2, 1)]))
 
 
 def lines_of_memory(count, nbytes):
