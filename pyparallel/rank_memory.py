@@ -49,9 +49,10 @@ class RankMemory:
     ) -> None:
         self.members = members
         self.trainable = tensors[0].requires_grad
-        self._sent = self._skipped = 0  # by earlier tables
+        self._sent = self._skipped = 0  # by earlier tables, and without asking the table
         self._communicator = communicator
         self._layout = FlatLayout(tensors)
+        self._nbytes = sum(self._layout.nbytes) * (len(communicator.devices) - 1)
         # On the host the copies are compared with the originals. On GPUs the root compares what it
         # sends with what it sent last, so it must be told where forward wrote a copy.
         self._compares = communicator.devices[0].kind == "cpu"
@@ -82,9 +83,15 @@ class RankMemory:
             self._make_table()
         assert self._table is not None
         always = always or (self._written and not self._compares)
-        # On GPUs the question is answered when the device is; so it is asked only where it matters.
+        differ = always
+        if self._compares and not always:
+            differ = self._table.would_change(self._sources, streams)
+            if not differ:
+                self._skipped += self._nbytes
+                return False
+        # A GPU answers when it has done all earlier work, so it is asked only where it matters.
         renewed = (in_use(self) or self.held()) and (
-            always or self._table.would_change(self._sources, streams)
+            differ or self._table.would_change(self._sources, streams)
         )
         if renewed:
             self.renew()
