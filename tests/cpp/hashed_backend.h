@@ -48,8 +48,8 @@ class HashedBackend : public StagedBackend {
   ~HashedBackend() override {
     for (void* memory : held_) StagedBackend::release(0, memory);  // lost on purpose
   }
-  void* allocate(u32 rank, u64 bytes) override {
-    return *held_.insert(StagedBackend::allocate(rank, bytes)).first;
+  void* allocate(u32 rank, u64 bytes, RankSet touched_by) override {
+    return *held_.insert(StagedBackend::allocate(rank, bytes, touched_by)).first;
   }
   void release(u32 rank, void* memory) noexcept override {
     held_.erase(memory);
