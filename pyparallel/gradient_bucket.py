@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from pyparallel.streams import current_streams
 from pyparallel.tensor_layouts import layouts_of
 
 OptionalTensors = Sequence[Tensor | None]
-_layout = attrgetter("layout")
 
 
 class GradientBucket:
@@ -55,32 +53,32 @@ class GradientBucket:
             values are there after ``wait``. Nothing else refers to them, so autograd may keep them.
         """
         present = [grad for grad in grads if grad is not None]
-        if self._dtype is None or any(kind is not torch.strided for kind in map(_layout, present)):
-            rows = [grads[at : at + self.count] for at in range(0, len(grads), self.count)]
-            return self.communicator.reduce_add(rows)
-        device = self.communicator.devices[0].torch_device
-        destination, sums = self._layout.allocate(device)
-        if len(present) < len(grads):
+        missing = len(present) < len(grads)
+        try:
+            addresses = None if missing else self._addresses(present)
+        except RuntimeError:  # one of them does not lie in memory
+            return self._sum_now(grads)
+        strided = addresses is not None or all(g.layout is torch.strided for g in present)
+        if self._dtype is None or not strided:
+            return self._sum_now(grads)
+        destination, sums = self._layout.allocate(self.communicator.devices[0].torch_device)
+        moved = self._layout.nonempty
+        results: list[Tensor | None] = list(sums)
+        if addresses is None:
             terms = [
                 None if grad is None else with_strides(grad, stride)
                 for grad, stride in zip(grads, self._strides, strict=True)
             ]
-            results = [
-                total if any(term is not None for term in terms[i :: self.count]) else None
-                for i, total in enumerate(sums)
-            ]
-            pointers = [0 if term is None else term.data_ptr() for term in terms]
-            moved = [i for i in self._layout.nonempty if results[i] is not None]
-            self._start(pointers, moved, destination, (terms, sums[0].untyped_storage()))
-            return results
-        addresses = self._addresses(present)
-        if addresses is None:
-            present = list(map(with_strides, present, self._strides))
-            addresses = list(map(Tensor.data_ptr, present))
+            addresses = [0 if term is None else term.data_ptr() for term in terms]
+            grads = terms
+        if missing:
+            for i in range(self.count):
+                if all(grad is None for grad in grads[i :: self.count]):
+                    results[i] = None
+            moved = [i for i in moved if results[i] is not None]
         # The storage, not the sums: autograd keeps them only if nobody else does.
-        memory = sums[0].untyped_storage()
-        self._start(addresses, self._layout.nonempty, destination, (present, memory))
-        return list(sums)
+        self._start(addresses, moved, destination, (grads, sums[0].untyped_storage()))
+        return results
 
     def wait(self) -> None:
         """Returns when all sums launched so far are there. Raises what went wrong."""
@@ -94,6 +92,10 @@ class GradientBucket:
                     self.communicator.core.wait(ticket)
                 finally:
                     del self._running[0]
+
+    def _sum_now(self, grads: OptionalTensors) -> list[Tensor | None]:
+        rows = [grads[at : at + self.count] for at in range(0, len(grads), self.count)]
+        return self.communicator.reduce_add(rows)
 
     def _addresses(self, grads: list[Tensor]) -> list[int] | None:
         """Returns the addresses of gradients that lie in memory as the parameters do, else None."""
