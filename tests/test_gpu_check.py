@@ -5,12 +5,12 @@ import importlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cmake import find_cmake
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bench/gpu_check.sh"
@@ -153,10 +153,10 @@ def test_ranks(module, gpus, ranks):
 @pytest.mark.slow
 def test_torchs_headers_replace_a_missing_pybind11(module, tmp_path):
     """CMake configures with them; compiling the core with them takes minutes."""
-    cmake = shutil.which("cmake")
+    cmake = find_cmake()
     build = module("build")
     if cmake is None or build.torch_headers() is None:
-        pytest.skip("no cmake, or a torch without pybind11's headers")
+        pytest.skip("no new cmake, or a torch without pybind11's headers")
     stand_in = tmp_path / "stand-in"
     stand_in.mkdir()
     build.stand_in_for_pybind11(build.torch_headers(), stand_in)
