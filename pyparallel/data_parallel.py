@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel.data_parallel import _check_balance
 
 from pyparallel import env
+from pyparallel.chunk_sizes import Split, check_split
 from pyparallel.devices import (
     Device,
     DeviceLike,
@@ -78,6 +79,9 @@ class DataParallel(nn.DataParallel[T]):
         output_device: Where outputs are joined; "cpu" or -1 means host memory. Default:
             ``device_ids[0]``.
         dim: Dimension along which all tensors are split and joined.
+        split: "chunk" cuts batches as torch does: 9 rows on 4 devices make 3 + 3 + 3. "balanced"
+            makes 3 + 2 + 2 + 2: sizes differ by at most one, and a device is left out only if
+            there are fewer rows than devices.
         bucket_cap_mb: How many MiB of gradients are summed in one operation. Default: 25, and 1 for
             the first one.
         resend: "auto" sends only the tensors that changed, "always" all of them at each forward.
@@ -91,10 +95,11 @@ class DataParallel(nn.DataParallel[T]):
         src_device_obj: The device of the module's tensors; for virtual devices
             ``torch.device("cpu")``, which has no index; None without devices.
         dim: As given.
+        split: As given.
 
     Raises:
         ValueError: A device that does not exist, GPUs mixed with virtual devices, more than 16
-            devices, or an unknown ``dispatch``.
+            devices, or an unknown ``dispatch`` or ``split``.
         RuntimeError: A negative index. From forward: a parameter or buffer is not on
             ``device_ids[0]``.
 
@@ -112,6 +117,7 @@ class DataParallel(nn.DataParallel[T]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
         *,
+        split: Split = "chunk",
         bucket_cap_mb: float | None = None,
         resend: Literal["auto", "always"] = "auto",
         dispatch: Dispatch = "auto",
@@ -122,7 +128,7 @@ class DataParallel(nn.DataParallel[T]):
             raise ValueError(f"resend must be 'auto' or 'always', but is {resend!r}")
         # Not torch's constructor, which knows no virtual devices.
         nn.Module.__init__(self)
-        self._configure(module, device_ids, output_device, dim)
+        self._configure(module, device_ids, output_device, dim, split)
         self.bucket_cap_mb = bucket_cap_mb
         self.resend = resend
         self._dispatcher = Dispatcher(dispatch)
@@ -139,10 +145,13 @@ class DataParallel(nn.DataParallel[T]):
         device_ids: Iterable[DeviceLike] | None,
         output_device: DeviceLike | None,
         dim: int,
+        split: Split,
     ) -> None:
+        check_split(split)
         devices = _present_devices(device_ids)
         self.module = module
         self.dim = dim
+        self.split = split
         self._steps = Steps(f"DataParallel({type(module).__name__})")
         self._engine = PerObject()
         self._stats_base = PerObject()
@@ -244,7 +253,7 @@ class DataParallel(nn.DataParallel[T]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
     ) -> Any:
         """Returns positional and keyword arguments of each device; see ``scatter_kwargs``."""
-        return scatter_kwargs(inputs, kwargs, self._devices(device_ids), self.dim)
+        return scatter_kwargs(inputs, kwargs, self._devices(device_ids), self.dim, self.split)
 
     @_untraced
     def parallel_apply(
@@ -319,6 +328,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
     *,
+    split: Split = "chunk",
     dispatch: Dispatch = "auto",
 ) -> Any:
     """Calls a module on several devices, each with its share of the batch; see ``DataParallel``.
@@ -330,6 +340,7 @@ def data_parallel(
         output_device: As for ``DataParallel``.
         dim: As for ``DataParallel``.
         module_kwargs: Keyword arguments.
+        split: As for ``DataParallel``.
         dispatch: As for ``DataParallel``. What "auto" measures is kept for each module.
 
     Returns:
@@ -339,7 +350,7 @@ def data_parallel(
         inputs = () if inputs is None else (inputs,)
     wrapper: _OneForward = _OneForward.__new__(_OneForward)
     nn.Module.__init__(wrapper)
-    wrapper._configure(module, device_ids, output_device, dim)
+    wrapper._configure(module, device_ids, output_device, dim, split)
     dispatchers = _dispatchers.setdefault(module, {})
     wrapper._dispatcher = dispatchers.setdefault(dispatch, Dispatcher(dispatch))
     return wrapper.forward(*inputs, **(module_kwargs or {}))

@@ -13,26 +13,33 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from pyparallel import functions
+from pyparallel.chunk_sizes import Split, chunk_sizes
 from pyparallel.communicator import get_communicator
 from pyparallel.devices import Device
 from pyparallel.forward_ad import refuse_tangents
 
 
 def scatter_kwargs(
-    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Device], dim: int = 0
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    devices: Sequence[Device],
+    dim: int = 0,
+    split: Split = "chunk",
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Splits every tensor in the arguments along ``dim``, one chunk for each rank.
 
-    Chunks have the sizes of ``torch.chunk``, so a batch of 5 on 4 devices makes 3 chunks, and only
-    3 ranks are used. The chunk of the rank that holds the tensor is a view of it. Tensors without
-    dimensions are copied to every used rank. Tuples, named tuples, lists, dicts and UserDicts are
-    rebuilt around the chunks; every other object, and an empty container, is shared by all ranks.
+    By default chunks have the sizes of ``torch.chunk``, so a batch of 5 on 4 devices makes 3
+    chunks, and only 3 ranks are used; see ``chunk_sizes``. The chunk of the rank that holds the
+    tensor is a view of it. Tensors without dimensions are copied to every used rank. Tuples, named
+    tuples, lists, dicts and UserDicts are rebuilt around the chunks; every other object, and an
+    empty container, is shared by all ranks.
 
     Args:
         inputs: Positional arguments.
         kwargs: Keyword arguments.
         devices: The device of each rank.
         dim: Dimension to split; negative ones count from the end of each tensor.
+        split: Rule for the sizes of chunks.
 
     Returns:
         Positional and keyword arguments of each used rank; both empty if there are no arguments at
@@ -46,11 +53,11 @@ def scatter_kwargs(
     """
     if not inputs and not kwargs:
         return (), ()
-    count = _chunk_count((inputs, kwargs), len(devices), dim)
+    count = _chunk_count((inputs, kwargs), len(devices), dim, split)
     used = devices[:count]
 
     def place(tensor: Tensor) -> Sequence[Tensor]:
-        return _split_tensor(tensor, devices, dim) if tensor.dim() else _copies(tensor, used)
+        return _split_tensor(tensor, devices, dim, split) if tensor.dim() else _copies(tensor, used)
 
     args = tuple(_split(inputs, count, place))
     return args, tuple(_split(kwargs, count, place)) if kwargs else tuple({} for _ in used)
@@ -153,25 +160,16 @@ def _at(path: str) -> str:
     return f" (at {path})"
 
 
-def _chunk_sizes(size: int, nchunks: int) -> list[int]:
-    """The sizes that ``torch.chunk`` makes, perhaps fewer than ``nchunks``."""
-    if size == 0:
-        return [0] * nchunks
-    chunk = -(-size // nchunks)
-    return [min(chunk, size - start) for start in range(0, size, chunk)]
-
-
-def _chunk_count(obj: Any, nranks: int, dim: int) -> int:
+def _chunk_count(obj: Any, nranks: int, dim: int, split: Split) -> int:
     sizes = [tensor.size(dim) for tensor in _tensors(obj) if tensor.dim()]
-    counts = {len(_chunk_sizes(size, nranks)) for size in sizes}
-    if len(counts) > 1:
+    counts = [len(chunk_sizes(size, nranks, split)) for size in sizes]
+    if len(set(counts)) > 1:
         raise ValueError(
             f"scatter: the inputs have sizes {sizes} along dimension {dim}, which make different "
-            f"numbers of chunks on {nranks} devices: "
-            f"{[len(_chunk_sizes(size, nranks)) for size in sizes]}; "
+            f"numbers of chunks on {nranks} devices: {counts}; "
             "every tensor needs the batch dimension there"
         )
-    return counts.pop() if counts else nranks
+    return counts[0] if counts else nranks
 
 
 def _tensors(obj: Any) -> Iterator[Tensor]:
@@ -228,18 +226,20 @@ def _rebuild(obj: Any, entries: list[Any]) -> Any:
     return result
 
 
-def _split_tensor(tensor: Tensor, devices: Sequence[Device], dim: int) -> Sequence[Tensor]:
-    chunk_sizes = _chunk_sizes(tensor.size(dim), len(devices))
-    root = _rank_on(tensor.device, devices[: len(chunk_sizes)])
+def _split_tensor(
+    tensor: Tensor, devices: Sequence[Device], dim: int, split: Split
+) -> Sequence[Tensor]:
+    sizes = chunk_sizes(tensor.size(dim), len(devices), split)
+    root = _rank_on(tensor.device, devices[: len(sizes)])
     if root is None and tensor.device.type != "cpu":
         # A GPU that is none of the ranks'.
-        pieces = tensor.split_with_sizes(chunk_sizes, dim)
+        pieces = tensor.split_with_sizes(sizes, dim)
         return [p.to(d.torch_device) for p, d in zip(pieces, devices, strict=False)]
     communicator = get_communicator(devices)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return functions.scatter(communicator, root, chunk_sizes, dim, tensor)
+        return functions.scatter(communicator, root, sizes, dim, tensor)
     # detach, because autograd does not let forward write to a view that was made while it was off.
-    return [p.detach() for p in communicator.scatter(tensor, chunk_sizes, dim=dim, root=root)]
+    return [p.detach() for p in communicator.scatter(tensor, sizes, dim=dim, root=root)]
 
 
 def _copies(tensor: Tensor, devices: Sequence[Device]) -> Sequence[Tensor]:
