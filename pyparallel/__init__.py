@@ -34,11 +34,13 @@ _check_core()
 from pyparallel import comm  # noqa: E402
 from pyparallel.data_parallel import DataParallel, data_parallel  # noqa: E402
 from pyparallel.devices import virtual_devices  # noqa: E402
+from pyparallel.patch import patched  # noqa: E402
 
 __all__ = [
     "DataParallel",
     "__version__",
     "comm",
     "data_parallel",
+    "patched",
     "virtual_devices",
 ]
