@@ -2,20 +2,21 @@
 
 import copy
 import warnings
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from pyparallel import functions
 from pyparallel.chunk_sizes import Split, chunk_sizes
 from pyparallel.communicator import get_communicator
+from pyparallel.containers import entries_of, rebuild
 from pyparallel.devices import Device
+from pyparallel.equal_rows import has_equal_rows, one_row_each
 from pyparallel.forward_ad import refuse_tangents
 
 
@@ -30,9 +31,14 @@ def scatter_kwargs(
 
     By default chunks have the sizes of ``torch.chunk``, so a batch of 5 on 4 devices makes 3
     chunks, and only 3 ranks are used; see ``chunk_sizes``. The chunk of the rank that holds the
-    tensor is a view of it. Tensors without dimensions are copied to every used rank. Tuples, named
-    tuples, lists, dicts and UserDicts are rebuilt around the chunks; every other object, and an
-    empty container, is shared by all ranks.
+    tensor is a view of it. Tensors without dimensions are copied to every used rank. Tuples, lists,
+    mappings and classes registered with ``torch.utils._pytree`` are rebuilt around the chunks;
+    every other object, and an empty container, is shared by all ranks.
+
+    Tensors that make different numbers of chunks are refused, except those whose rows are all
+    equal, as of a number that the caller repeated for each device, or of a mask with one row: every
+    used rank gets one row of them. The others decide how many ranks are used; if there are none,
+    the first tensor does.
 
     Args:
         inputs: Positional arguments.
@@ -46,9 +52,10 @@ def scatter_kwargs(
         all.
 
     Raises:
-        ValueError: Tensors would be split into different numbers of chunks.
+        ValueError: Tensors whose rows differ would make different numbers of chunks.
         IndexError: A tensor lacks dimension ``dim``.
-        TypeError: A sparse or nested tensor or a PackedSequence.
+        TypeError: A sparse or nested tensor, a PackedSequence, or a mapping of tensors that cannot
+            be rebuilt.
         NotImplementedError: A tensor with a tangent of forward-mode AD.
     """
     if not inputs and not kwargs:
@@ -57,7 +64,12 @@ def scatter_kwargs(
     used = devices[:count]
 
     def place(tensor: Tensor) -> Sequence[Tensor]:
-        return _split_tensor(tensor, devices, dim, split) if tensor.dim() else _copies(tensor, used)
+        if not tensor.dim():
+            return _copies(tensor, used)
+        sizes = chunk_sizes(tensor.size(dim), len(devices), split)
+        if len(sizes) != count:
+            tensor, sizes = one_row_each(tensor, count, dim)
+        return _split_tensor(tensor, sizes, devices, dim)
 
     args = tuple(_split(inputs, count, place))
     return args, tuple(_split(kwargs, count, place)) if kwargs else tuple({} for _ in used)
@@ -69,9 +81,10 @@ def gather(
     """Joins the outputs of the ranks.
 
     Tensors are concatenated along ``dim``; those without dimensions become a vector with one entry
-    a rank, and so do Python numbers. The result has the dtype to which all promote. Tuples, named
-    tuples, lists, deques, dicts, UserDicts and dataclasses are joined entry by entry. None stays
-    None. Of any other object, such as a string, the result is the list of what each rank returned.
+    a rank, and so do Python numbers. The result has the dtype to which all promote. Tuples, lists,
+    deques, mappings, dataclasses and classes registered with ``torch.utils._pytree`` are joined
+    entry by entry. None stays None. Of any other object, such as a string, the result is the list
+    of what each rank returned.
 
     Args:
         outputs: One output a rank, all of the same structure.
@@ -116,7 +129,7 @@ def _gather(
     if kind == "mapping":
         columns = [[output[key] for output in outputs] for key in first]
         steps = [f"[{key!r}]" for key in first]
-        return _rebuild(first, list(map(join, columns, steps)))
+        return rebuild(first, list(map(join, columns, steps)))
     if kind == "dataclass":
         result = copy.copy(first)
         for field in fields(first):
@@ -124,9 +137,9 @@ def _gather(
             column = [getattr(output, field.name) for output in outputs]
             object.__setattr__(result, field.name, join(column, f".{field.name}"))
         return result
-    if kind == "sequence":
-        columns = list(map(list, zip(*outputs, strict=True)))
-        return _rebuild(first, [join(column, f"[{i}]") for i, column in enumerate(columns)])
+    if kind in ("sequence", "node"):
+        columns = list(map(list, zip(*map(_items, outputs), strict=True)))
+        return rebuild(first, [join(column, f"[{i}]") for i, column in enumerate(columns)])
     return list(outputs)
 
 
@@ -134,15 +147,16 @@ def _check_alike(outputs: Sequence[Any], kind: str, path: str) -> None:
     """Raises what ``gather`` promises unless all ranks have the same structure at ``path``."""
     first = outputs[0]
     for rank, output in enumerate(outputs):
-        if _kind(output) != kind or (kind == "dataclass" and type(output) is not type(first)):
+        same_type = type(output) is type(first) or kind not in ("dataclass", "node")
+        if _kind(output) != kind or not same_type:
             raise TypeError(
                 f"gather: replica 0 returned {_name(first)}, "
                 f"but replica {rank} returned {_name(output)}{_at(path)}"
             )
-        if kind == "sequence" and len(output) != len(first):
+        if kind in ("sequence", "node") and len(_items(output)) != len(_items(first)):
             raise ValueError(
-                f"gather: replica 0 returned a {_name(first)} of length {len(first)}, but replica "
-                f"{rank} returned one of length {len(output)}{_at(path)}"
+                f"gather: replica 0 returned a {_name(first)} of length {len(_items(first))}, but "
+                f"replica {rank} returned one of length {len(_items(output))}{_at(path)}"
             )
         if kind == "mapping" and output.keys() != first.keys():
             missing = [key for key in first if key not in output]
@@ -161,15 +175,20 @@ def _at(path: str) -> str:
 
 
 def _chunk_count(obj: Any, nranks: int, dim: int, split: Split) -> int:
-    sizes = [tensor.size(dim) for tensor in _tensors(obj) if tensor.dim()]
-    counts = [len(chunk_sizes(size, nranks, split)) for size in sizes]
-    if len(set(counts)) > 1:
+    tensors = [tensor for tensor in _tensors(obj) if tensor.dim()]
+    counts = [len(chunk_sizes(tensor.size(dim), nranks, split)) for tensor in tensors]
+    if len(set(counts)) <= 1:
+        return counts[0] if counts else nranks
+    differing = [not has_equal_rows(tensor, dim) for tensor in tensors]
+    deciding = {count for count, differs in zip(counts, differing, strict=True) if differs}
+    if len(deciding) > 1:
         raise ValueError(
-            f"scatter: the inputs have sizes {sizes} along dimension {dim}, which make different "
-            f"numbers of chunks on {nranks} devices: {counts}; "
-            "every tensor needs the batch dimension there"
+            f"scatter: the inputs have sizes {[tensor.size(dim) for tensor in tensors]} along "
+            f"dimension {dim}, which make different numbers of chunks on {nranks} devices: "
+            f"{counts}; every tensor needs the batch dimension there, or equal rows, of which each "
+            "device gets one"
         )
-    return counts[0] if counts else nranks
+    return deciding.pop() if deciding else counts[0]
 
 
 def _tensors(obj: Any) -> Iterator[Tensor]:
@@ -182,54 +201,25 @@ def _tensors(obj: Any) -> Iterator[Tensor]:
         refuse_tangents("scatter", (obj,))
         yield obj
     else:
-        for entry in _entries(obj) or ():
+        for entry in entries_of(obj) or ():
             yield from _tensors(entry)
 
 
 def _split(obj: Any, count: int, place: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Any]:
     if isinstance(obj, Tensor):
         return place(obj)
-    entries = _entries(obj)
+    entries = entries_of(obj)
     if not entries:
         return [obj] * count
+    if not isinstance(obj, (tuple, list, dict)) and not any(True for _ in _tensors(obj)):
+        return [obj] * count  # a configuration, for instance, whose class need not be rebuilt
     columns = [_split(entry, count, place) for entry in entries]
-    return [_rebuild(obj, [column[rank] for column in columns]) for rank in range(count)]
-
-
-def _entries(obj: Any) -> list[Any] | None:
-    """What a container holds; None for any other object."""
-    if isinstance(obj, PackedSequence):
-        raise TypeError(
-            "a PackedSequence has no batch dimension to split or join: pass the padded tensor "
-            "and the lengths, pack them inside forward, and return padded tensors"
-        )
-    if isinstance(obj, (tuple, list)) and not isinstance(obj, torch.Size):
-        return list(obj)
-    if isinstance(obj, (dict, UserDict)):
-        return list(obj.values())
-    return None
-
-
-def _rebuild(obj: Any, entries: list[Any]) -> Any:
-    """A container like ``obj`` around other entries, in the same order."""
-    if type(obj) in (list, deque):
-        return type(obj)(entries)
-    if isinstance(obj, tuple):
-        return type(obj)._make(entries) if hasattr(obj, "_make") else type(obj)(entries)
-    # Subclasses have constructors of their own kind, defaultdict and Counter for instance.
-    result = copy.copy(obj)
-    if isinstance(obj, list):
-        result[:] = entries
-    else:
-        for key, entry in zip(obj, entries, strict=True):
-            result[key] = entry
-    return result
+    return [rebuild(obj, [column[rank] for column in columns]) for rank in range(count)]
 
 
 def _split_tensor(
-    tensor: Tensor, devices: Sequence[Device], dim: int, split: Split
+    tensor: Tensor, sizes: Sequence[int], devices: Sequence[Device], dim: int
 ) -> Sequence[Tensor]:
-    sizes = chunk_sizes(tensor.size(dim), len(devices), split)
     root = _rank_on(tensor.device, devices[: len(sizes)])
     if root is None and tensor.device.type != "cpu":
         # A GPU that is none of the ranks'.
@@ -294,11 +284,18 @@ def _kind(obj: Any) -> str:
         return "none"
     if isinstance(obj, (bool, int, float, complex)) and not isinstance(obj, Enum):
         return "number"
-    if isinstance(obj, (dict, UserDict)):
+    if isinstance(obj, Mapping):
         return "mapping"
     if is_dataclass(obj) and not isinstance(obj, type):
         return "dataclass"
-    return "sequence" if isinstance(obj, deque) or _entries(obj) is not None else "object"
+    if entries_of(obj) is None and not isinstance(obj, deque):
+        return "object"
+    return "sequence" if isinstance(obj, (tuple, list, deque)) else "node"
+
+
+def _items(obj: Any) -> list[Any]:
+    """The entries of an output of kind "sequence" or "node"."""
+    return list(obj) if isinstance(obj, deque) else entries_of(obj) or []
 
 
 def _name(obj: Any) -> str:

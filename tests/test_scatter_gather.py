@@ -202,7 +202,7 @@ def test_positional_and_keyword_arguments_have_the_same_number_of_ranks():
 
 @pytest.mark.parametrize("split", ["positional", "keyword", "nested"])
 def test_different_numbers_of_chunks_are_refused(split):
-    x, y = torch.ones(4, 1), torch.ones(9, 1)
+    x, y = torch.arange(4.0).view(4, 1), torch.arange(9.0).view(9, 1)
     args, kwargs = {
         "positional": ((x, y), {}),
         "keyword": ((x,), {"y": y}),
