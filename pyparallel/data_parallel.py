@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from pyparallel.devices import (
     resolve_devices,
 )
 from pyparallel.dispatch import Dispatch, Dispatcher
-from pyparallel.engine import Engine
+from pyparallel.engine import Engine, check_module_device
 from pyparallel.parallel_apply import parallel_apply
 from pyparallel.profiling import Steps
 from pyparallel.replicate import check_not_modified, replicate
@@ -160,12 +159,13 @@ class DataParallel(nn.DataParallel[T]):
         self.src_device_obj = devices[0].torch_device if devices else None
         if devices:
             self.output_device = self.device_ids[0]
-            if output_device is not None:
+            if output_device == -1:
+                self.output_device = -1  # gather warns of it
+            elif output_device is not None:
                 target = self._target(output_device)
                 if target is not None:
                     _check_output_device(target, devices)
-                on_host = -1 if output_device == -1 else torch.device("cpu")
-                self.output_device = on_host if target is None else target.index
+                self.output_device = torch.device("cpu") if target is None else target.index
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on all devices."""
@@ -178,7 +178,7 @@ class DataParallel(nn.DataParallel[T]):
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
         if len(self.device_ids) == 1:
-            self._check_device()
+            self._check_module()
         args, module_kwargs = self._part("scatter", self.scatter, inputs, kwargs, self.device_ids)
         if not args and not module_kwargs:
             # Without any input the module runs once.
@@ -288,14 +288,8 @@ class DataParallel(nn.DataParallel[T]):
         return engine
 
     @_untraced
-    def _check_device(self) -> None:
-        for tensor in chain(self.module.parameters(), self.module.buffers()):
-            if tensor.device != self.src_device_obj:
-                raise RuntimeError(
-                    "module must have its parameters and buffers on device "
-                    f"{self.src_device_obj} (device_ids[0]) but found one of them on device: "
-                    f"{tensor.device}"
-                )
+    def _check_module(self) -> None:
+        check_module_device(self.module, cast(torch.device, self.src_device_obj))
 
     def _devices(self, device_ids: Iterable[Any]) -> list[Device]:
         """An int is a device of this wrapper's kind, whatever the environment says by now."""
@@ -361,6 +355,7 @@ class _OneForward(DataParallel[nn.Module]):
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Returns new copies."""
+        self._check_module()
         return replicate(module, self._devices(device_ids), not torch.is_grad_enabled())
 
     def parallel_apply(

@@ -152,7 +152,7 @@ class Engine:
                 self._copy_attributes(k)
             if not state.memory_changed():
                 return True
-        _check_devices(self.module, self.devices[0].torch_device)
+        check_module_device(self.module, self.devices[0].torch_device)
         seen = look(self.module)
         if seen is None:
             return False
@@ -275,7 +275,8 @@ def _memory_groups(
     return list(groups.values())
 
 
-def _check_devices(module: nn.Module, device: torch.device) -> None:
+def check_module_device(module: nn.Module, device: torch.device) -> None:
+    """Raises RuntimeError unless all parameters and buffers are on ``device``."""
     for _, tensor in _named_tensors(module):
         if tensor.device != device:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The wrapper: constructor, attributes, pass-through, forward, and the function."""
+"""Forward of the wrapper."""
 
 import contextlib
 import gc
@@ -9,11 +9,8 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from pyparallel.data_parallel import DataParallel, data_parallel
+from pyparallel.data_parallel import DataParallel
 from pyparallel.devices import virtual_devices
-
-CPU = torch.device("cpu")
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without GPUs")
 
 
 class Net(nn.Module):
@@ -29,97 +26,6 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def four_virtual_devices(monkeypatch):
-    monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", "4")
-
-
-# Construction.
-
-
-@pytest.mark.parametrize(
-    "device_ids, indices",
-    [
-        (["cpu:0", "cpu:1"], [0, 1]),
-        ([torch.device("cpu", 2), torch.device("cpu", 0)], [2, 0]),
-        ([CPU] * 3, [0, 1, 2]),
-        (["cpu", "cpu"], [0, 1]),
-        (virtual_devices(4), [0, 1, 2, 3]),
-        (("cpu:1", "cpu:1"), [1, 1]),
-    ],
-)
-def test_attributes_with_virtual_devices(device_ids, indices):
-    net = Net()
-    model = DataParallel(net, device_ids, dim=1)
-    assert model.module is net
-    assert model.device_ids == indices and all(type(i) is int for i in model.device_ids)
-    assert model.output_device == indices[0] and type(model.output_device) is int
-    assert model.src_device_obj == CPU and model.src_device_obj.index is None
-    assert model.dim == 1
-    assert isinstance(model, nn.DataParallel)
-
-
-def test_ints_and_none_are_virtual_devices_if_the_environment_says_so(four_virtual_devices):
-    assert DataParallel(Net()).device_ids == [0, 1, 2, 3]
-    model = DataParallel(Net().eval(), device_ids=[2, 1], output_device=1)
-    assert (model.device_ids, model.output_device) == ([2, 1], 1)
-    assert model(torch.ones(4, 3)).shape == (4, 2)
-
-
-def test_ints_keep_their_meaning_when_the_environment_changes(monkeypatch):
-    monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", "2")
-    model = DataParallel(Net())
-    monkeypatch.delenv("PYPARALLEL_VIRTUAL_DEVICES")
-    assert model(torch.ones(4, 3)).shape == (4, 2)
-
-
-@pytest.mark.parametrize(
-    "output_device, expected",
-    [("cpu:1", 1), (torch.device("cpu", 1), 1), (1, 1), ("cpu", 0), (CPU, 0), (None, 0)],
-)
-def test_output_device(four_virtual_devices, output_device, expected):
-    model = DataParallel(Net().eval(), output_device=output_device)
-    assert model.output_device == expected
-    assert model(torch.ones(4, 3)).shape == (4, 2)
-
-
-def test_output_device_minus_1_is_host_memory_with_torchs_warning():
-    with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
-        model = DataParallel(Net(), virtual_devices(2), output_device=-1)
-    with pytest.warns(FutureWarning, match="Using -1"):
-        assert model.gather([torch.ones(1), torch.ones(1)], -1).tolist() == [1, 1]
-
-
-@no_gpu
-@pytest.mark.parametrize("device_ids", [None, [], [0, 1], ["cuda:0"], [torch.device("cuda", 1)]])
-def test_without_devices_the_module_runs_as_it_is(device_ids):
-    class Anything(nn.Module):
-        def forward(self, *args, **kwargs):
-            return args, kwargs
-
-    model = DataParallel(Anything(), device_ids, dim=2)
-    assert model.device_ids == [] and model.dim == 2
-    assert model.output_device is None and model.src_device_obj is None
-    x, thing = torch.ones(3), object()
-    args, kwargs = model(x, thing, key=x)
-    assert args[0] is x and args[1] is thing and kwargs["key"] is x
-
-
-@no_gpu
-def test_bad_devices_are_refused(four_virtual_devices):
-    with pytest.raises(ValueError, match="4 is not there"):
-        DataParallel(Net(), [4])
-    with pytest.raises(ValueError, match="0 is not there"):
-        DataParallel(Net(), ["cpu:0", "cuda:0"])
-    with pytest.raises(RuntimeError, match="non-negative device index, but got -3"):
-        DataParallel(Net(), [0, -3])
-    with pytest.raises(ValueError, match="but got: mps"):
-        DataParallel(Net(), ["mps:0"])
-
-
-# Forward.
 
 
 def by_chunks(net, x, n, **kwargs):
@@ -362,32 +268,3 @@ def test_nothing_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(4, 3)).sum().backward()
-
-
-# The function.
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_the_function_is_the_wrapper(n):
-    net = Net().eval()
-    x = torch.randn(5, 3)
-    expected = by_chunks(net, x, n, scale=3.0)
-    devices = virtual_devices(n)
-    torch.testing.assert_close(data_parallel(net, x, devices, None, 0, {"scale": 3.0}), expected)
-    torch.testing.assert_close(data_parallel(net, (x, 3.0), devices), expected)
-
-
-def test_the_function_without_inputs_and_without_devices():
-    class Constant(nn.Module):
-        def forward(self):
-            return torch.ones(2)
-
-    assert data_parallel(Constant(), None, virtual_devices(2)).tolist() == [1, 1]
-    assert data_parallel(nn.ReLU(), torch.tensor([-1.0]), []).tolist() == [0]
-
-
-def test_the_function_never_moves_the_module():
-    net = nn.Linear(2, 2, device="meta")
-    with pytest.raises(RuntimeError, match="found one of them on device: meta"):
-        data_parallel(net, torch.ones(1, 2), ["cpu:0"])
-    assert net.weight.device.type == "meta"

@@ -96,17 +96,6 @@ def test_cooperative_inheritance():
 # The wrapper as a module.
 
 
-def test_the_class_can_be_subscripted():
-    model: DataParallel[Net] = DataParallel[Net](Net(), virtual_devices(2))
-    assert type(model) is DataParallel
-
-
-def test_repr_is_torchs():
-    assert repr(DataParallel(nn.ReLU(), virtual_devices(2))) == (
-        "DataParallel(\n  (module): ReLU()\n)"
-    )
-
-
 def test_state_dict_has_torchs_keys():
     net = Net()
     model = DataParallel(net, virtual_devices(2))
