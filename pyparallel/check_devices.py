@@ -62,7 +62,8 @@ class MemoryOwners:
                 another device.
         """
         # Not "with mode": that sets a flag of the process, and two threads would leave it set.
-        torch._C._push_on_torch_dispatch_stack(_mode_class()(self, rank))
+        mode = _mode_class()(self, rank)  # in a variable: the stack of torch 2.6 does not own it
+        torch._C._push_on_torch_dispatch_stack(mode)
         try:
             yield
         finally:
