@@ -75,17 +75,17 @@ class ReplicaTree:
         """Makes a free tree equal to the original, with these values."""
         changed = self._stale
         self._stale = set()
-        if values is not self.values:
+        renewed = values is not self.values
+        if renewed:
             self.values = values
             self._renew_substitutes()
             changed = changed.union(i for i, names in enumerate(self._state.rewired) if names)
-            self._bind_values(changed)
+        filled = {i for i in changed if not self._copy_plain_attributes(i)}
+        if renewed:
+            self._bind_values(filled)
         count = len(self._state.modules)
         self._rewrite(
-            rank * count + i
-            for i in sorted(changed)
-            if not self._copy_plain_attributes(i)
-            for rank in range(len(self._shells))
+            rank * count + i for i in sorted(filled) for rank in range(len(self._shells))
         )
         self._idle = _C.reference_count(self._all)
 

@@ -187,6 +187,22 @@ def test_modes_alternate(wrap):
     assert len(trees) == 2
 
 
+def test_validation_while_a_graph_keeps_the_old_weights(wrap):
+    """eval() marks every module, and the kept graph makes every weight a new tensor."""
+    net = Net()
+    model = wrap(net)
+    x = torch.randn(6, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for _ in range(3):
+        net.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), net(x))
+        net.train()
+        loss = model(x).pow(2).mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+
+
 def test_fewer_ranks_than_devices(wrap):
     net = Net().eval()
     model = wrap(net, 4)
