@@ -28,6 +28,12 @@ def _test_devices(n: int) -> list[str]:
     return [names[i % len(names)] for i in range(n)]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests that need a GPU run where PYPARALLEL_TEST_DEVICES names some."""
+    if item.get_closest_marker("cuda") and not _test_devices(1)[0].startswith("cuda"):
+        pytest.skip("PYPARALLEL_TEST_DEVICES names no GPUs")
+
+
 @pytest.fixture
 def make_devices() -> Callable[[int], list[str]]:
     """Returns a function from a number of ranks to their devices."""

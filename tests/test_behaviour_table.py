@@ -13,7 +13,6 @@ DOCUMENT = TESTS.parent / "docs" / "behaviour.md"
 LAST = 185
 # Shrinks to nothing; one line a section.
 UNFINISHED = {
-    *range(16, 28),  # forward
     *range(28, 56),  # scattering inputs
     *range(56, 94),  # replicas
     *range(94, 107),  # broadcast of weights

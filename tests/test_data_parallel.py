@@ -32,6 +32,7 @@ def by_chunks(net, x, n, **kwargs):
     return torch.cat([net(chunk, **kwargs) for chunk in x.chunk(n)])
 
 
+@pytest.mark.behaviour(20, 28, 45)
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_outputs_are_those_of_the_chunks(n, batch):
@@ -64,6 +65,7 @@ def test_an_empty_batch_runs_on_all_ranks():
     assert torch.equal(net.weight.grad, torch.zeros(2, 3))
 
 
+@pytest.mark.behaviour(21)
 def test_without_arguments_the_first_device_runs_once():
     class Constant(nn.Module):
         def __init__(self):
@@ -80,6 +82,7 @@ def test_without_arguments_the_first_device_runs_once():
     assert net.value.grad.tolist() == [2, 2]
 
 
+@pytest.mark.behaviour(22, 180)
 def test_one_device_runs_the_module_itself():
     class Self(nn.Module):
         def forward(self, x):
@@ -99,6 +102,7 @@ def test_another_dimension():
     assert torch.equal(DataParallel(Sum(), virtual_devices(3), dim=1)(x), x * 2)
 
 
+@pytest.mark.behaviour(18)
 def test_a_module_elsewhere_is_refused_in_torchs_words():
     model = DataParallel(nn.Linear(3, 2, device="meta"), virtual_devices(2))
     expected = (
@@ -220,6 +224,7 @@ def test_without_gradients_the_first_rank_has_the_parameters_themselves():
     assert same == [True, False, False, False]
 
 
+@pytest.mark.behaviour(25)
 def test_hooks_of_the_wrapper_see_the_whole_batch():
     seen = []
     model = DataParallel(Net(), virtual_devices(2))
@@ -245,6 +250,7 @@ def test_wrappers_nest():
     torch.testing.assert_close(grad, torch.autograd.grad(net(x).relu().sum(), net.weight)[0])
 
 
+@pytest.mark.behaviour(16)
 def test_the_profiler_names_the_forward():
     model = DataParallel(Net(), virtual_devices(2))
     with profile() as profiler:

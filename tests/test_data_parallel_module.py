@@ -30,6 +30,7 @@ def _seed():
 # Subclasses.
 
 
+@pytest.mark.behaviour(24)
 def test_subclasses_override_the_four_steps():
     log = []
 
@@ -79,6 +80,7 @@ def test_a_subclass_may_change_the_replicas():
     assert torch.equal(net.linear.weight.grad, torch.full((2, 2), 4.0))
 
 
+@pytest.mark.behaviour(24)
 def test_cooperative_inheritance():
     class Framework(nn.DataParallel):
         def __init__(self, module, device_ids=None, output_device=None):

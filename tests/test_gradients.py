@@ -155,6 +155,7 @@ def test_double_and_triple_backward_through_the_parameters(small):
     compare_grads(model, net)
 
 
+@pytest.mark.behaviour(27)
 def test_two_forwards_before_one_backward(small):
     net, model, x = small
     for m in (net, model):
