@@ -3,7 +3,6 @@
 import functools
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar, cast
@@ -14,12 +13,14 @@ from torch import nn
 from torch.nn.parallel.data_parallel import _check_balance
 
 from pyparallel import env
+from pyparallel.arguments import with_own_modules
 from pyparallel.chunk_sizes import Split, check_split
 from pyparallel.devices import (
     Device,
     DeviceLike,
     check_exists,
     device_list,
+    host_if_minus_1,
     parse_device,
     resolve_devices,
 )
@@ -198,9 +199,11 @@ class DataParallel(nn.DataParallel[T]):
         with self._steps.part("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
         try:
+            inputs, kwargs = with_own_modules(self.module, replicas, inputs, kwargs)
             with self._steps.part("parallel_apply"):
                 return self.parallel_apply(replicas, inputs, kwargs)
         finally:
+            del inputs, kwargs
             engine = self._engine.content
             if engine is not None:
                 engine.release(replicas)
@@ -301,14 +304,8 @@ class DataParallel(nn.DataParallel[T]):
 
     def _target(self, output_device: Any) -> Device | None:
         """Where to join outputs, None for host memory."""
-        if output_device == -1:
-            warnings.warn(
-                "Using -1 to represent CPU tensor is deprecated. Please use a device object or "
-                'string instead, e.g., "cpu".',
-                FutureWarning,
-                stacklevel=2,
-            )
-        elif output_device not in ("cpu", torch.device("cpu")):
+        output_device = host_if_minus_1(output_device)
+        if output_device not in ("cpu", torch.device("cpu")):
             return self._devices([output_device])[0]
         on_host = cast(torch.device, self.src_device_obj).type == "cpu"
         return self._devices(self.device_ids[:1])[0] if on_host else None

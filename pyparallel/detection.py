@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyparallel import _C
 from pyparallel.layout import is_dense
 from pyparallel.rewire import attributes_to_rewire, containers_of
-from pyparallel.shells import is_plain, own_tensors
+from pyparallel.shells import check_copyable, is_plain, own_tensors
 from pyparallel.tensor_layouts import layouts_of
 
 _Tensor: Any = torch._C.TensorBase
@@ -135,8 +135,9 @@ def look(root: nn.Module) -> ModuleState | None:
     did not compute.
 
     Raises:
-        ValueError: A parameter of a lazy module has no shape yet.
+        ValueError, TypeError: See ``check_copyable``.
     """
+    check_copyable(root)
     modules = list(root.modules())
     if not all(map(is_plain, modules)):
         return None

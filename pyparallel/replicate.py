@@ -12,7 +12,14 @@ from pyparallel.communicator import get_communicator
 from pyparallel.devices import Device
 from pyparallel.functions import Broadcast, broadcast
 from pyparallel.rewire import attributes_to_rewire
-from pyparallel.shells import as_type_of, bind, make_shell, own_tensors, restore_compilation
+from pyparallel.shells import (
+    as_type_of,
+    bind,
+    check_copyable,
+    make_shell,
+    own_tensors,
+    restore_compilation,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,6 +46,7 @@ def replicate(network: M, devices: Sequence[Device], detach: bool = False) -> li
     Raises:
         RuntimeError: Python modules below a ScriptModule.
         ValueError: A parameter of a lazy module has no shape yet.
+        TypeError: A tensor subclass that keeps its data in other tensors.
     """
     if not _replicatable_module(network):
         raise RuntimeError(
@@ -46,6 +54,7 @@ def replicate(network: M, devices: Sequence[Device], detach: bool = False) -> li
         )
     if not devices:
         return []
+    check_copyable(network)
     modules = list(network.modules())
     tensors = own_tensors(modules)
     copies = _broadcast(tensors, devices, detach)

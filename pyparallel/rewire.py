@@ -1,7 +1,8 @@
 """Makes attributes of a replica that point into the original's tree point into its own.
 
 Modules, parameters and buffers are found in attributes, and in lists, tuples, dicts, partial
-functions, bound methods and weak references there. Closures and other objects are left as they are.
+functions, bound methods, weak references and the variables of closures there, as decorators make
+them. Other objects are left as they are.
 """
 
 import functools
@@ -9,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from types import MethodType, NoneType
+from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any
 
 from torch import nn
@@ -113,7 +114,11 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
         new = tuple(rewire(part, substitutes, depth + 1) for part in old)
         if _same(old, new):
             return value
-        return functools.partial(new[0], *new[1], **new[2])
+        partial = functools.partial(new[0], *new[1], **new[2])
+        partial.__dict__.update(rewire(value.__dict__, substitutes, depth + 1))
+        return partial
+    if kind is FunctionType and value.__closure__:
+        return _rewire_closure(value, substitutes, depth)
     if kind in (list, tuple):
         if ATOMS.issuperset(map(type, value)):
             return value
@@ -130,6 +135,39 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
             else kind(zip(items[: len(value)], items[len(value) :], strict=True))
         )
     return value
+
+
+def _rewire_closure(function: FunctionType, substitutes: Mapping[int, Any], depth: int) -> Any:
+    """Replaces objects in the variables that a function has from outside; others stay shared."""
+    cells = [cell for cell in function.__closure__ or () if _is_set(cell)]
+    old = [cell.cell_contents for cell in cells]
+    # Functions refer to each other, or to themselves, so the search ends sooner among them.
+    new = [rewire(content, substitutes, depth + 2) for content in old]
+    if _same(old, new):
+        return function
+    substituted = {
+        id(cell): CellType(b) for cell, a, b in zip(cells, old, new, strict=True) if a is not b
+    }
+    result = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(substituted.get(id(cell), cell) for cell in function.__closure__ or ()),
+    )
+    result.__kwdefaults__ = function.__kwdefaults__
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        setattr(result, name, getattr(function, name))
+    result.__dict__.update(rewire(function.__dict__, substitutes, depth + 1))
+    return result
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return False
+    return True
 
 
 def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:

@@ -43,17 +43,49 @@ def own_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
     return list(unique.values())
 
 
+def check_copyable(root: nn.Module) -> None:
+    """Refuses parameters and buffers whose values are not in memory of their own, by name.
+
+    Raises:
+        ValueError: A lazy module has not seen its first batch.
+        TypeError: A tensor subclass that keeps its data in other tensors.
+    """
+    for name, tensor in chain(root.named_parameters(), root.named_buffers()):
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(
+                "Attempted to use an uninitialized parameter in DataParallel: "
+                f"{name!r} has no shape yet. Run a forward of the module itself first"
+            )
+        has_own_operators = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if has_own_operators and not _lies_in_memory(tensor):
+            raise TypeError(
+                f"DataParallel cannot copy {name!r} to other devices: a {type(tensor).__name__} "
+                "keeps its data in other tensors. Use a plain parameter or buffer"
+            )
+
+
+def _lies_in_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # of tensors without a storage, in some versions of torch
+        return False
+
+
 def as_type_of(original: Tensor, output: Tensor) -> Tensor:
-    """Makes the copy of a parameter a parameter, without the constructor, which would detach it."""
-    if output is not original and isinstance(original, nn.Parameter):
-        output.__class__ = type(original)
+    """Gives the copy of a tensor the class and the Python attributes of the original.
+
+    So it is a parameter if that is one. Not by the constructor, which would detach it.
+    """
+    if output is not original:
+        if type(original) is not type(output):
+            output.__class__ = type(original)
         copy_attributes(original, output)
     return output
 
 
 def copy_attributes(original: Tensor, output: Tensor) -> None:
-    """Gives the copy of a parameter the Python attributes of the original, and no others."""
-    if isinstance(original, nn.Parameter) and (original.__dict__ or output.__dict__):
+    """Gives the copy of a tensor the Python attributes of the original, and no others."""
+    if original.__dict__ or output.__dict__:
         output.__dict__.clear()
         output.__dict__.update(original.__dict__)
 

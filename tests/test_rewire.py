@@ -35,6 +35,49 @@ def test_bound_methods_and_partial_functions():
     assert rewire(functools.partial(print, OLD, end=OLD), SUBSTITUTES).keywords == {"end": NEW}
 
 
+def test_what_a_partial_function_wraps_is_bound_anew():
+    """As accelerate's hooks leave it: inspect.signature follows __wrapped__."""
+    partial = functools.update_wrapper(functools.partial(print, OLD), OLD.method)
+    result = rewire(partial, SUBSTITUTES)
+    assert result.__wrapped__(1) == (NEW, 1) and result.__name__ == "method"
+    assert partial.__wrapped__(1) == (OLD, 1)
+
+
+def decorated(function, factor=3):
+    @functools.wraps(function)
+    def wrapper(*args, scale=2):
+        nonlocal factor
+        factor += 1
+        return function(*args), factor * scale
+
+    return wrapper
+
+
+def test_closures():
+    old = decorated(OLD.method)
+    new = rewire(old, SUBSTITUTES)
+    assert new(1) == ((NEW, 1), 8) and old(1) == ((OLD, 1), 10)  # they share the counter
+    assert new(1, scale=1) == ((NEW, 1), 6)
+    assert new.__name__ == "method" and new.__wrapped__(1) == (NEW, 1)
+    assert old.__wrapped__(1) == (OLD, 1)
+    assert rewire([decorated(decorated(OLD.method))], SUBSTITUTES)[0](1)[0][0] == (NEW, 1)
+    assert rewire(lambda default=OLD: OLD, {**SUBSTITUTES, id(OTHER): OLD})() is OLD  # a global
+
+
+def test_closures_that_call_themselves_end():
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n > 0 and even(n - 1)
+
+    def unset():
+        return later
+
+    assert rewire([even, odd, unset], SUBSTITUTES) == [even, odd, unset]
+    later = OLD
+
+
 def test_what_leads_nowhere_is_the_same_object():
     for value in (
         OTHER,
@@ -47,6 +90,8 @@ def test_what_leads_nowhere_is_the_same_object():
         len,
         {OTHER},
         print,
+        lambda: OLD,
+        decorated(OTHER.method),
     ):
         assert rewire(value, SUBSTITUTES) is value
 
