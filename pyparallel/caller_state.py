@@ -151,11 +151,27 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 
 def saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The calling thread's innermost hooks for saved tensors."""
+    """The calling thread's innermost hooks for saved tensors; torch 2.6 does not give them."""
     if not _HOOKS_CAN_BE_READ:
         return None
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def _hooks_are_active() -> bool:
+    """Whether the calling thread has hooks for saved tensors."""
+    if _HOOKS_CAN_BE_READ:
+        return saved_tensors_hooks() is not None
+    autograd = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    try:
+        autograd._saved_tensors_hooks_disable("")  # refused where there are some
+    except RuntimeError:
+        return True
+    finally:
+        autograd._saved_tensors_hooks_enable()
+    return False
 
 
 def bound_to_thread(devices: Sequence[Device]) -> bool:
@@ -165,7 +181,7 @@ def bound_to_thread(devices: Sequence[Device]) -> bool:
     order in which they are saved, so ranks must run in order. The transforms of ``torch.func``,
     tracing by ``torch.jit`` and the capture of a CUDA graph do not reach another thread.
     """
-    if saved_tensors_hooks() is not None or torch._C._get_tracing_state() is not None:
+    if _hooks_are_active() or torch._C._get_tracing_state() is not None:
         return True
     functorch = getattr(torch._C, "_functorch", None)
     if getattr(functorch, "maybe_current_level", lambda: None)() is not None:

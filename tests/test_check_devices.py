@@ -153,7 +153,7 @@ def test_compiled_code_still_compiles():
     compiled = torch.compile(module, backend=backend)
     dp = pyparallel.DataParallel(compiled, device_ids=virtual_devices(2))
     torch.testing.assert_close(dp(torch.ones(4, 4)), expected)
-    assert len(graphs) == 1
+    assert len(graphs) in (1, 2)  # torch 2.6 compiles once for each rank's mode
 
 
 def test_nested_wrappers_pass():
