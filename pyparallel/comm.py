@@ -15,7 +15,6 @@ requires a gradient is refused (RuntimeError) while gradients are on. Outputs sh
 with each other nor with an input (RuntimeError), except where said.
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from pyparallel.checks import check_rows
 from pyparallel.communicator import get_communicator
-from pyparallel.devices import DeviceLike, resolve_devices
+from pyparallel.devices import DeviceLike, host_if_minus_1, resolve_devices
 from pyparallel.forward_ad import refuse_tangents
 from pyparallel.interop import publish_output, published, to_kind_of, to_output, to_tensor
 from pyparallel.outputs import broadcast_out, scatter_out
@@ -329,14 +328,7 @@ def gather(
             "'destination' must not be specified when 'out' is specified, but got "
             f"destination={destination}"
         )
-    if isinstance(destination, int) and destination == -1:
-        warnings.warn(
-            "Using -1 to represent CPU tensor is deprecated. Please use a "
-            'device object or string instead, e.g., "cpu".',
-            FutureWarning,
-            stacklevel=2,
-        )
-        destination = "cpu"
+    destination = host_if_minus_1(destination)
     arrays = list(tensors)
     sources = [to_tensor(a) for a in arrays]
     if not sources:

@@ -8,9 +8,10 @@ position in a list.
 import functools
 import operator
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -156,6 +157,19 @@ def _parse_name(name: str | torch.device) -> tuple[Literal["cpu", "cuda"], int |
     if device.type == "cuda":
         return "cuda", device.index
     raise ValueError(f"Expected a GPU or a virtual device, but got: {name}")
+
+
+def host_if_minus_1(destination: Any) -> Any:
+    """Returns "cpu" for -1, which torch deprecates with this warning, else ``destination``."""
+    if not isinstance(destination, int) or destination != -1:
+        return destination
+    warnings.warn(
+        "Using -1 to represent CPU tensor is deprecated. Please use a device object or string "
+        'instead, e.g., "cpu".',
+        FutureWarning,
+        stacklevel=3,
+    )
+    return "cpu"
 
 
 def check_exists(device: Device, virtual: int | None) -> None:

@@ -44,7 +44,7 @@ def _stray_cpu_index(tensors: Sequence[Tensor]) -> int | None:
     return on_cpu[0] if on_cpu and len(on_cpu) < len(tensors) else None
 
 
-def _destination_device(destination: object, kind: Literal["cpu", "cuda"]) -> Device | None:
+def destination_device(destination: object, kind: Literal["cpu", "cuda"]) -> Device | None:
     """Returns where a result shall go; None for host memory of GPUs.
 
     An int counts devices of the kind of the inputs. None is the current GPU or virtual device 0.
@@ -65,7 +65,7 @@ def reduce_ranks(tensors: Sequence[Tensor], destination: object) -> tuple[list[D
             f"reduce_add expects all inputs to be on GPUs, but input {stray} is on CPU"
         )
     ranks = devices_of(tensors)
-    target = _destination_device(destination, ranks[0].kind)
+    target = destination_device(destination, ranks[0].kind)
     if target is None:
         raise ValueError(f"Expected a non cpu device, but got: {destination}")
     if target not in ranks:
@@ -85,7 +85,7 @@ def gather_ranks(tensors: Sequence[Tensor], destination: object) -> tuple[list[D
     stray = _stray_cpu_index(tensors)
     if stray is None:
         ranks = devices_of(tensors)
-        target = _destination_device(destination, ranks[0].kind)
+        target = destination_device(destination, ranks[0].kind)
         if target is None:
             return ranks, None
         if target.kind == ranks[0].kind == "cpu":

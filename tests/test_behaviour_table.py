@@ -16,7 +16,6 @@ UNFINISHED = {
     *range(28, 56),  # scattering inputs
     *range(56, 94),  # replicas
     *range(94, 107),  # broadcast of weights
-    *range(107, 121),  # running replicas
     *range(121, 140),  # gathering outputs
     *range(140, 143),  # as a function, and names
     *range(143, 155),  # collectives

@@ -138,6 +138,7 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.behaviour(111, 112)
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_everything_is_carried(name):
     if name == "hooks" and not _HOOKS_CAN_BE_READ:
@@ -162,6 +163,7 @@ def test_several_at_once():
         assert in_worker(state) == expected
 
 
+@pytest.mark.behaviour(111, 112)
 def test_autocast_of_another_type_of_device():
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)

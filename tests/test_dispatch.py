@@ -72,6 +72,7 @@ def test_values_that_are_refused():
             make()
 
 
+@pytest.mark.behaviour(110)
 def test_sequential_is_the_callers_thread():
     assert threads_used(wrap(who, dispatch="sequential")) == {0}
     order = []
@@ -81,6 +82,7 @@ def test_sequential_is_the_callers_thread():
     assert order == [0, 2, 4, 6]
 
 
+@pytest.mark.behaviour(110)
 def test_threads_are_as_many_as_cpus():
     barrier = threading.Barrier(2, timeout=60)
 
@@ -148,6 +150,7 @@ def sometimes(module, x):
     return dropout(module, x) if module.function.draw else module.linear(x)
 
 
+@pytest.mark.behaviour(113)
 @pytest.mark.parametrize("draw", [dropout, python_noise, numpy_noise])
 @pytest.mark.parametrize("train", [True, False])
 def test_shared_generators_are_used_in_order(draw, train, threads_win):
@@ -231,6 +234,7 @@ def test_checkpoint_around_the_wrapper(dispatch, threads_win):
         torch.testing.assert_close(torch.autograd.grad((weights * y).sum(), parameters), expected)
 
 
+@pytest.mark.behaviour(112)
 @pytest.mark.parametrize("dispatch", WAYS)
 def test_hooks_for_saved_tensors_see_the_replicas(dispatch):
     packed = []
@@ -254,6 +258,7 @@ def test_transforms(dispatch):
     torch.testing.assert_close(torch.func.grad(total)(x), expected)
 
 
+@pytest.mark.behaviour(112)
 def test_a_profiler_sees_all_operators(threads_win):
     dp = wrap(lambda module, x: torch.tanh(x))
     for _ in range(ENOUGH):

@@ -5,10 +5,12 @@ import contextvars
 import gc
 import threading
 import time
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch._utils import ExceptionWrapper
 
 from pyparallel.devices import resolve_devices, virtual_devices
 from pyparallel.dispatch import Dispatcher
@@ -42,12 +44,14 @@ def apply(functions, inputs=None, kwargs=None, dispatch=None):
     )
 
 
+@pytest.mark.behaviour(108, 139)
 def test_outputs_are_in_the_order_of_ranks(dispatch):
     inputs = [(1,), [2], 3, torch.tensor(4)]
     kwargs = [{"add": 10 * rank} for rank in range(4)]
     assert apply([lambda x, add: x + add] * 4, inputs, kwargs, dispatch) == [1, 12, 23, 34]
 
 
+@pytest.mark.behaviour(110)
 def test_ranks_of_one_device_run_in_order_in_the_callers_thread():
     log = []
     apply([lambda rank=rank: log.append((rank, threading.get_ident())) for rank in range(4)])
@@ -77,6 +81,7 @@ def state():
     )
 
 
+@pytest.mark.behaviour(111, 112, 113)
 @pytest.mark.parametrize(
     "context",
     [
@@ -97,12 +102,14 @@ def test_replicas_see_the_callers_state(dispatch, context):
         VARIABLE.reset(token)
 
 
+@pytest.mark.behaviour(112)
 def test_gradients_inside_inference_mode_stay_as_the_caller_has_them(dispatch):
     with torch.inference_mode(), torch.enable_grad():
         expected = state()
         assert expected[0] and apply([state] * 2, dispatch=dispatch) == [expected] * 2
 
 
+@pytest.mark.behaviour(112)
 def test_default_device_is_handed_over(dispatch):
     with torch.device("meta"):
         kinds = apply([lambda: torch.empty(2).device.type] * 2, dispatch=dispatch)
@@ -121,6 +128,7 @@ def test_the_callers_state_and_thread_counts_stay_as_they_were(dispatch):
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.behaviour(113)
 def test_dropout_is_reproducible():
     def draw():
         torch.manual_seed(3)
@@ -128,6 +136,86 @@ def test_dropout_is_reproducible():
 
     first = draw()
     assert all(torch.equal(draw(), first) for _ in range(3))
+
+
+GLOBALS = {
+    "default dtype": (
+        torch.get_default_dtype,
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(torch.float32),
+    ),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+    "anomaly": (
+        torch.is_anomaly_enabled,
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.set_detect_anomaly(False),
+    ),
+    "precision": (
+        torch.get_float32_matmul_precision,
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+    ),
+    "attention": (
+        torch.backends.cuda.flash_sdp_enabled,
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        lambda: torch.backends.cuda.enable_flash_sdp(True),
+    ),
+    "warnings": (
+        lambda: [entry[0] for entry in warnings.filters if "a test" in str(entry[1])],
+        lambda: warnings.filterwarnings("error", "a test"),
+        warnings.resetwarnings,
+    ),
+}
+
+
+@pytest.mark.behaviour(113)
+@pytest.mark.parametrize("name", GLOBALS)
+def test_what_is_common_to_the_process_counts_in_replicas(dispatch, name):
+    get, change, back = GLOBALS[name]
+    before = get()
+    with warnings.catch_warnings():
+        try:
+            change()
+            assert get() != before and apply([get] * 3, dispatch=dispatch) == [get()] * 3
+        finally:
+            back()
+
+
+@pytest.mark.cuda
+@pytest.mark.behaviour(111, 112, 168, 183)
+def test_replicas_have_their_device_and_the_callers_streams(dispatch, make_devices):
+    devices = resolve_devices(make_devices(2))
+    streams = {d.index: torch.cuda.Stream(d.index) for d in devices}
+
+    def look():
+        current = torch.cuda.current_device()
+        return current, torch.cuda.current_stream(), torch.empty(0, device="cuda").device.index
+
+    current = torch.cuda.current_device()
+    with contextlib.ExitStack() as stack:
+        for stream in streams.values():
+            stack.enter_context(torch.cuda.stream(stream))
+        torch.cuda.set_device(current)
+        modules = [Call(look) for _ in devices]
+        seen = parallel_apply(modules, [()] * 2, None, devices, Dispatcher(dispatch))
+    assert seen == [(d.index, streams[d.index], d.index) for d in devices]
+    assert torch.cuda.current_device() == current
+
+
+@pytest.mark.behaviour(119)
+def test_a_device_may_be_there_twice(dispatch):
+    devices = resolve_devices(["cpu:1", "cpu:1"])
+    modules = [Call(lambda x: x + 1)] * 2
+    assert parallel_apply(modules, [1, 2], None, devices, Dispatcher(dispatch)) == [2, 3]
+    with pytest.raises(ValueError) as caught:
+        parallel_apply(
+            [Call(lambda: 1), Call(raising(ValueError()))], [()] * 2, None, devices, None
+        )
+    assert caught.value.__notes__ == ["Caught ValueError in replica 1 on device 1."]
 
 
 class TwoArguments(Exception):
@@ -142,6 +230,7 @@ def raising(error):
     return forward
 
 
+@pytest.mark.behaviour(114, 115)
 @pytest.mark.parametrize(
     "make",
     [
@@ -162,6 +251,19 @@ def test_the_users_exception_arrives_as_it_is(dispatch, make):
     assert apply([lambda: 1] * 3, dispatch=dispatch) == [1, 1, 1]
 
 
+@pytest.mark.behaviour(114)
+def test_the_note_is_the_first_line_of_torchs_text():
+    with pytest.raises(ValueError) as ours:
+        apply([lambda: 1, raising(ValueError("bad"))])
+    with pytest.raises(ValueError) as theirs:
+        try:
+            raise ValueError("bad")
+        except ValueError:
+            ExceptionWrapper(where="in replica 1 on device 1").reraise()
+    assert ours.value.__notes__ == [str(theirs.value).split("\n")[0]]
+
+
+@pytest.mark.behaviour(114)
 def test_the_lowest_rank_wins(dispatch):
     def slowly():
         time.sleep(0.05)
@@ -188,6 +290,7 @@ def test_no_reference_cycles(dispatch):
         gc.enable()
 
 
+@pytest.mark.behaviour(116)
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 def test_exits_and_interrupts_come_first(dispatch, kind):
     with pytest.raises(kind):
@@ -256,11 +359,3 @@ def test_a_note_that_cannot_be_added_hides_nothing():
     with pytest.raises(Closed) as caught:
         apply([raising(error)])
     assert caught.value is error
-
-
-@pytest.mark.parametrize("what", ["inputs", "kwargs_tup", "devices"])
-def test_lengths_are_checked_in_torchs_words(what):
-    arguments = {"inputs": [1, 1], "kwargs_tup": [{}, {}], "devices": virtual_devices(2)}
-    arguments[what] = arguments[what][:1]
-    with pytest.raises(AssertionError, match=f"number of modules 2 is not equal to .* {what} 1"):
-        parallel_apply([Call(len)] * 2, **arguments)

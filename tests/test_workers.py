@@ -290,17 +290,20 @@ def interrupt(dispatch, seconds, signals):
     return lines
 
 
+@pytest.mark.behaviour(117, 176)
 def test_an_interrupt_waits_for_what_runs_and_starts_no_more():
     lines = interrupt("threads", 1.5, signals=1)
     assert lines.count("start") == 2
     assert sorted(lines[:-1]) == ["end", "end", "start", "start"] and lines[-1] == "interrupted"
 
 
+@pytest.mark.behaviour(117)
 def test_a_second_interrupt_does_not_wait():
     lines = interrupt("threads", 20, signals=2)
     assert lines == ["start", "start", "interrupted"]
 
 
+@pytest.mark.behaviour(117, 176)
 def test_an_interrupt_stops_a_replica_in_the_callers_thread():
     assert interrupt("sequential", 20, signals=1) == ["start", "interrupted"]
 
