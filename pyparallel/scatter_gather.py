@@ -20,6 +20,15 @@ from pyparallel.equal_rows import has_equal_rows, one_row_each
 from pyparallel.forward_ad import refuse_tangents
 
 
+class ScalarGatherWarning(UserWarning):
+    """Replicas returned tensors without dimensions, such as a loss, and the result is a vector.
+
+    In torch's words, as a class that can be filtered:
+    ``warnings.simplefilter("ignore", pyparallel.ScalarGatherWarning)``. There is none for a tensor
+    with one element, as ``loss.reshape(1)``.
+    """
+
+
 def scatter_kwargs(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
@@ -250,6 +259,7 @@ def _join_tensors(
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will "
             "instead unsqueeze and return a vector.",
+            ScalarGatherWarning,
             stacklevel=2,
         )
         tensors, dim = [tensor.reshape(1) for tensor in tensors], 0
