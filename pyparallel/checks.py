@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyparallel.devices import Device
-from pyparallel.forward_ad import refuse_tangents
+from pyparallel.forward_ad import refuse_tangents, refuse_transformed
 from pyparallel.written import check_autograd, check_separate
 
 
@@ -37,7 +37,7 @@ def check_tensor(operation: str, tensor: Tensor, rank: int, device: Device) -> N
     Raises:
         TypeError: No tensor.
         ValueError: A tensor on a wrong device.
-        NotImplementedError: A tensor with a tangent of forward-mode AD.
+        NotImplementedError: A tensor with a tangent of forward-mode AD, or of another transform.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{operation}: rank {rank} has a {type(tensor).__name__}, not a tensor")
@@ -47,6 +47,7 @@ def check_tensor(operation: str, tensor: Tensor, rank: int, device: Device) -> N
             f"{tensor.device}"
         )
     refuse_tangents(operation, (tensor,))
+    refuse_transformed(operation, tensor)
 
 
 def check_not_quantized(operation: str, tensor: Tensor, rank: int) -> None:
@@ -95,17 +96,18 @@ def check_pieces(tensors: Sequence[Tensor], dim: int) -> tuple[int, list[int]]:
     if not tensors:
         raise RuntimeError("Expected at least one tensor to gather from")
     first = tensors[0]
-    if first.dim() == 0:
-        raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
-    dim = wrap_dim(dim, first.dim())
-    expected = list(first.size())
-    total = 0
     for i, tensor in enumerate(tensors):
         if tensor.dim() != first.dim():
             raise RuntimeError(
                 "Expected all input tensors to have the same number of dimensions, but tensor at "
                 f"index {i} has {tensor.dim()} dimensions, (expected {first.dim()})"
             )
+    if first.dim() == 0:
+        raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
+    dim = wrap_dim(dim, first.dim())
+    expected = list(first.size())
+    total = 0
+    for i, tensor in enumerate(tensors):
         expected[dim] = tensor.size(dim)
         if list(tensor.size()) != expected:
             raise RuntimeError(

@@ -9,15 +9,17 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pyparallel import functions
+from pyparallel.checks import check_pieces
 from pyparallel.chunk_sizes import Split, chunk_sizes
 from pyparallel.communicator import get_communicator
 from pyparallel.containers import entries_of, rebuild
 from pyparallel.devices import Device
 from pyparallel.equal_rows import has_equal_rows, one_row_each
-from pyparallel.forward_ad import refuse_tangents
+from pyparallel.forward_ad import refuse_tangents, refuse_transforms
 
 
 class ScalarGatherWarning(UserWarning):
@@ -40,9 +42,11 @@ def scatter_kwargs(
 
     By default chunks have the sizes of ``torch.chunk``, so a batch of 5 on 4 devices makes 3
     chunks, and only 3 ranks are used; see ``chunk_sizes``. The chunk of the rank that holds the
-    tensor is a view of it. Tensors without dimensions are copied to every used rank. Tuples, lists,
+    tensor is a view of it. Tensors without dimensions are copied to every used rank. One rank gets
+    everything whole, and what is on its device already is the caller's own. Tuples, lists,
     mappings and classes registered with ``torch.utils._pytree`` are rebuilt around the chunks;
-    every other object, and an empty container, is shared by all ranks.
+    every other object, and an empty container, is shared by all ranks. Chunks of a subclass of
+    Tensor are what the operations of torch make of it.
 
     Tensors that make different numbers of chunks are refused, except those whose rows are all
     equal, as of a number that the caller repeated for each device, or of a mask with one row: every
@@ -63,16 +67,21 @@ def scatter_kwargs(
     Raises:
         ValueError: Tensors whose rows differ would make different numbers of chunks.
         IndexError: A tensor lacks dimension ``dim``.
-        TypeError: A sparse or nested tensor, a PackedSequence, or a mapping of tensors that cannot
-            be rebuilt.
-        NotImplementedError: A tensor with a tangent of forward-mode AD.
+        TypeError: A mapping of tensors that cannot be rebuilt; on several ranks a sparse or nested
+            tensor or a PackedSequence.
+        NotImplementedError: On several ranks, a tensor with a tangent of forward-mode AD, or a
+            transform of ``torch.func`` that is going on.
     """
+    if len(devices) > 1:
+        refuse_transforms()
     if not inputs and not kwargs:
         return (), ()
-    count = _chunk_count((inputs, kwargs), len(devices), dim, split)
+    count = 1 if len(devices) == 1 else _chunk_count((inputs, kwargs), len(devices), dim, split)
     used = devices[:count]
 
-    def place(tensor: Tensor) -> Sequence[Tensor]:
+    def place(tensor: Any) -> Sequence[Any]:
+        if len(devices) == 1:
+            return [tensor.to(devices[0].torch_device, non_blocking=True)]
         if not tensor.dim():
             return _copies(tensor, used)
         sizes = chunk_sizes(tensor.size(dim), len(devices), split)
@@ -184,7 +193,15 @@ def _at(path: str) -> str:
 
 
 def _chunk_count(obj: Any, nranks: int, dim: int, split: Split) -> int:
-    tensors = [tensor for tensor in _tensors(obj) if tensor.dim()]
+    everything = list(_tensors(obj))
+    for tensor in everything:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise TypeError(
+                f"scatter: a tensor of layout {tensor.layout} and shape {list(tensor.shape)} "
+                "cannot be split"
+            )
+    refuse_tangents("scatter", everything)
+    tensors = [tensor for tensor in everything if tensor.dim()]
     counts = [len(chunk_sizes(tensor.size(dim), nranks, split)) for tensor in tensors]
     if len(set(counts)) <= 1:
         return counts[0] if counts else nranks
@@ -202,20 +219,14 @@ def _chunk_count(obj: Any, nranks: int, dim: int, split: Split) -> int:
 
 def _tensors(obj: Any) -> Iterator[Tensor]:
     if isinstance(obj, Tensor):
-        if obj.layout is not torch.strided or obj.is_nested:
-            raise TypeError(
-                f"scatter: a tensor of layout {obj.layout} and shape {list(obj.shape)} "
-                "cannot be split"
-            )
-        refuse_tangents("scatter", (obj,))
         yield obj
     else:
         for entry in entries_of(obj) or ():
             yield from _tensors(entry)
 
 
-def _split(obj: Any, count: int, place: Callable[[Tensor], Sequence[Tensor]]) -> Sequence[Any]:
-    if isinstance(obj, Tensor):
+def _split(obj: Any, count: int, place: Callable[[Any], Sequence[Any]]) -> Sequence[Any]:
+    if isinstance(obj, (Tensor, PackedSequence)):
         return place(obj)
     entries = entries_of(obj)
     if not entries:
@@ -230,10 +241,9 @@ def _split_tensor(
     tensor: Tensor, sizes: Sequence[int], devices: Sequence[Device], dim: int
 ) -> Sequence[Tensor]:
     root = _rank_on(tensor.device, devices[: len(sizes)])
-    if root is None and tensor.device.type != "cpu":
-        # A GPU that is none of the ranks'.
-        pieces = tensor.split_with_sizes(sizes, dim)
-        return [p.to(d.torch_device) for p, d in zip(pieces, devices, strict=False)]
+    if not _is_plain(tensor) or (root is None and tensor.device.type != "cpu"):
+        # Its class says what operations make of it; or it is on a GPU that is none of the ranks'.
+        return _moved(tensor.split_with_sizes(sizes, dim), devices, root)
     communicator = get_communicator(devices)
     if tensor.requires_grad and torch.is_grad_enabled():
         return functions.scatter(communicator, root, sizes, dim, tensor)
@@ -243,12 +253,25 @@ def _split_tensor(
 
 def _copies(tensor: Tensor, devices: Sequence[Device]) -> Sequence[Tensor]:
     """One copy of a tensor without dimensions for each rank."""
-    if tensor.device != devices[0].torch_device:
-        return [tensor.to(device.torch_device) for device in devices]
+    if not _is_plain(tensor) or tensor.device != devices[0].torch_device:
+        return _moved([tensor] * len(devices), devices, _rank_on(tensor.device, devices))
     communicator = get_communicator(devices)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return [row[0] for row in functions.broadcast(communicator, [tensor])]
+        # clone, because rank 0 gets the memory of what is broadcast, and may write to it.
+        return [row[0] for row in functions.broadcast(communicator, [tensor.clone()])]
     return [row[0] for row in communicator.broadcast([tensor])]
+
+
+def _moved(
+    pieces: Sequence[Tensor], devices: Sequence[Device], root: int | None
+) -> Sequence[Tensor]:
+    """Gives each rank a piece of its own by torch's operations; the root's stays where it is."""
+    moved = [
+        piece if rank == root else piece.to(device.torch_device, copy=True)
+        for rank, (piece, device) in enumerate(zip(pieces, devices, strict=False))
+    ]
+    recorded = torch.is_grad_enabled() and pieces[0].requires_grad
+    return moved if recorded else [piece.detach() for piece in moved]
 
 
 def _join_tensors(
@@ -270,12 +293,19 @@ def _join_tensors(
     ranks = devices[: len(tensors)]
     root = None if target is None else _rank_of(target, ranks)
     at_home = all(t.device == d.torch_device for t, d in zip(tensors, ranks, strict=True))
-    strided = all(t.layout is torch.strided and not t.is_nested for t in tensors)
-    if at_home and strided and (target is None or root is not None):
+    plain = all(_is_plain(t) and t.layout is torch.strided and not t.is_nested for t in tensors)
+    if at_home and plain and (target is None or root is not None):
         return functions.gather(get_communicator(devices), root, dim, tensors)
-    # The replica left its device, or the target is no rank's.
+    # Joined as their class does it, or the replica left its device, or the target is no rank's.
+    if not any(tensor.is_nested for tensor in tensors):
+        check_pieces(tensors, dim)
     place = torch.device("cpu") if target is None else target.torch_device
     return torch.cat([tensor.to(place) for tensor in tensors], dim)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its class does nothing of its own in operations."""
+    return type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
 
 
 def _rank_on(device: torch.device, devices: Sequence[Device]) -> int | None:

@@ -13,10 +13,8 @@ DOCUMENT = TESTS.parent / "docs" / "behaviour.md"
 LAST = 185
 # Shrinks to nothing; one line a section.
 UNFINISHED = {
-    *range(28, 56),  # scattering inputs
     *range(56, 94),  # replicas
     *range(94, 107),  # broadcast of weights
-    *range(121, 140),  # gathering outputs
     *range(140, 143),  # as a function, and names
     *range(143, 155),  # collectives
     *range(155, 169),  # gradients and training

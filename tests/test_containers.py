@@ -146,6 +146,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.behaviour(36, 38)
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_both_ways(name):
     container = CONTAINERS[name]()

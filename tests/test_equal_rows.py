@@ -21,6 +21,7 @@ def batch(rows, *sizes):
     return torch.arange(float(torch.Size([rows, *sizes]).numel())).view(rows, *sizes)
 
 
+@pytest.mark.behaviour(41, 44)
 @pytest.mark.parametrize("rows", range(1, 10))
 def test_a_number_for_each_device_beside_any_batch(rows):
     """As num_items_in_batch of the Trainer, which is given by keyword, after the batch."""
@@ -32,6 +33,7 @@ def test_a_number_for_each_device_beside_any_batch(rows):
         assert part["num_items_in_batch"].tolist() == [[7.0]]
 
 
+@pytest.mark.behaviour(44)
 @pytest.mark.parametrize("rows", range(1, 10))
 def test_one_row_for_all(rows):
     """As a mask or positions that broadcast over the batch."""
@@ -43,6 +45,7 @@ def test_one_row_for_all(rows):
             assert torch.equal(part[0], expected) and torch.equal(found, mask)
 
 
+@pytest.mark.behaviour(41)
 def test_rows_that_differ_are_never_dropped():
     x, y = batch(4, 1), batch(9, 1)
     constant = torch.ones(9, 1)

@@ -1,4 +1,4 @@
-"""Forward-mode AD: refused with a clear error, wherever the tangent comes from."""
+"""Forward-mode AD and other transforms: refused with a clear error, wherever they come from."""
 
 import pytest
 import torch
@@ -95,3 +95,55 @@ def test_collectives(make_devices, put):
         ):
             with pytest.raises(NotImplementedError, match=TEXT.format(operation)):
                 call()
+
+
+def sums(call):
+    return lambda x: call(x).sum()
+
+
+TRANSFORMS = {
+    "vmap": lambda call, x: torch.func.vmap(call)(x[None]),
+    "grad": lambda call, x: torch.func.grad(sums(call))(x),
+    "vjp": lambda call, x: torch.func.vjp(call, x)[0],
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,))[0],
+    "functionalize": lambda call, x: torch.func.functionalize(call)(x),
+}
+
+
+@pytest.mark.behaviour(166)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_on_several_devices_only(name, model, make_devices):
+    """Wherever what is transformed comes in: as an input or from outside."""
+    transform, x, module = TRANSFORMS[name], batch(model), model.module
+    for call in (model, lambda t: t[0, 0] * model(x)):
+        with pytest.raises(NotImplementedError, match=r"cannot be transformed by torch\.func"):
+            transform(call, x)
+    expected = transform(module, x)
+    torch.testing.assert_close(transform(DataParallel(module, make_devices(1)), x), expected)
+    assert model(x).shape == (4, 2)
+
+
+@pytest.mark.behaviour(166)
+def test_a_transform_of_the_weights_is_refused(model):
+    around, x = nn.Sequential(model), batch(model)
+    weights = {name: p.detach() for name, p in around.named_parameters()}
+    assert torch.func.functional_call(around, weights, (x,)).shape == (4, 2)
+    with pytest.raises(NotImplementedError, match=r"cannot be transformed by torch\.func"):
+        torch.func.grad(lambda w: torch.func.functional_call(around, w, (x,)).sum())(weights)
+
+
+@pytest.mark.behaviour(54)
+@pytest.mark.parametrize("wanted", ["input", "weight"])
+def test_batched_gradients_are_refused(wanted, model):
+    x = batch(model).requires_grad_()
+    if wanted == "weight" and not model.module.weight.requires_grad:
+        pytest.skip("the weights are frozen")
+    y = model(x)
+    with pytest.raises(NotImplementedError, match="scatter: a tensor of shape .* is_grads_batched"):
+        torch.autograd.grad(
+            y,
+            x if wanted == "input" else model.module.weight,
+            torch.ones(3, *y.shape, device=y.device),
+            is_grads_batched=True,
+        )

@@ -37,6 +37,7 @@ def check(function, inputs):
     assert gradgradcheck(function, inputs)
 
 
+@pytest.mark.behaviour(54)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nranks", [1, 2, 5])
 def test_broadcast_is_twice_differentiable(nranks, dtype, communicator):
@@ -44,6 +45,7 @@ def test_broadcast_is_twice_differentiable(nranks, dtype, communicator):
     check(lambda *ts: Broadcast.apply(comm, *ts), (leaf(3, 2, dtype=dtype), leaf(dtype=dtype)))
 
 
+@pytest.mark.behaviour(54)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nranks", [1, 2, 5])
 def test_reduce_add_is_twice_differentiable(nranks, dtype, communicator):
@@ -52,6 +54,7 @@ def test_reduce_add_is_twice_differentiable(nranks, dtype, communicator):
     check(lambda *ts: ReduceAdd.apply(comm, 2, *ts), terms)
 
 
+@pytest.mark.behaviour(54)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("nranks, sizes", [(1, [5]), (2, [3, 2]), (4, [2, 0, 3]), (3, [5, 0, 0])])
@@ -111,6 +114,7 @@ def test_absent_gradients_stay_absent_in_double_backward(communicator):
     assert second.grad is None
 
 
+@pytest.mark.behaviour(53)
 def test_a_piece_without_gradient_counts_as_zeros(communicator):
     x = leaf(5, 2)
     pieces = Scatter.apply(communicator(2), 0, [3, 2], 0, x)

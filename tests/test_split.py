@@ -35,6 +35,7 @@ def rows(x, devices, **options):
     return sizes if isinstance(sizes, int) else sizes.tolist()
 
 
+@pytest.mark.behaviour(28)
 @pytest.mark.parametrize(
     "size, chunk, balanced",
     [
