@@ -71,6 +71,7 @@ def test_gather_converts_to_the_first_dtype(comm, devices, ranks, put):
     assert joined.tolist() == [float(r) for r in range(ranks) for _ in range(2)]
 
 
+@pytest.mark.behaviour(134)
 def test_gather_keeps_channels_last_only_if_all_agree(make_devices, put):
     names = make_devices(2)
     comm = get_communicator(resolve_devices(names))

@@ -29,6 +29,7 @@ class Other:
 A, B = {"a": 1}, {"b": 1}
 
 
+@pytest.mark.behaviour(122, 123, 132)
 @pytest.mark.parametrize(
     "outputs, error, text",
     [
