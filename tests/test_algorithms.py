@@ -66,6 +66,7 @@ def _sum(comm, collective, inputs, root, algorithm):
     return comm.all_reduce(inputs, algorithm=algorithm)
 
 
+@pytest.mark.report("pytorch#27116")
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["broadcast"]])
 @pytest.mark.parametrize("count", [0, 1, 17, 1001, 300_001])
 def test_broadcast(comm, devices, ranks, root, put, poison, algorithm, count):

@@ -166,6 +166,17 @@ def test_build_info() -> None:
     assert bool(info["cuda_version"]) == bool(info["cuda_targets"]) == info["cuda"]
 
 
+@pytest.mark.report(
+    "pytorch#11756",
+    "pytorch#49095",
+    "pytorch#32036",
+    "lightwood#332",
+    "temporal-shift#198",
+    "nccl#1283",
+    "faster-rcnn#83",
+    "rccl#1421",
+    "pytorch#109709",
+)
 @needs_compiled_core
 def test_core_is_independent_of_torch_and_exports_nothing() -> None:
     if shutil.which("nm") is None:

@@ -31,6 +31,7 @@ def terms_on(devices, put, dtype, *shape):
     return [put(values(dtype, *shape, seed=r), d) for r, d in enumerate(devices)]
 
 
+@pytest.mark.report("pytorch#2573", "pytorch#1782")
 @pytest.mark.parametrize("dtype", ADDED, ids=str)
 def test_reduce_add(devices, dtype, put):
     inputs = terms_on(devices, put, dtype, 3, 5)

@@ -157,6 +157,7 @@ def test_gpus_may_join_in_host_memory(gpus, output_device):
         nn.DataParallel(Anything(), output_device=output_device)
 
 
+@pytest.mark.report("pytorch#143239")
 @pytest.mark.behaviour(3)
 @no_gpu
 def test_accelerators_that_are_no_gpus_of_cuda(monkeypatch):
@@ -169,6 +170,7 @@ def test_accelerators_that_are_no_gpus_of_cuda(monkeypatch):
         DataParallel(Anything(), ["xpu:0"])
 
 
+@pytest.mark.report("pytorch#17065", "pytorch#17129", "pytorch#17362", "pytorch#17363")
 @pytest.mark.behaviour(14)
 def test_the_module_may_be_moved_after_it_was_wrapped():
     net = nn.Linear(3, 2, device="meta")
@@ -224,6 +226,7 @@ def test_ints_keep_their_meaning_when_the_environment_changes(monkeypatch):
     assert model(torch.ones(4, 3)).shape == (4, 2)
 
 
+@pytest.mark.report("pytorch#50510", "pytorch#51104")
 @pytest.mark.parametrize(
     "output_device, expected",
     [("cpu:1", 1), (torch.device("cpu", 1), 1), (1, 1), ("cpu", 0), (CPU, 0), (None, 0)],

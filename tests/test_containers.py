@@ -146,6 +146,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.report("transformers#5685", "transformers#36373")
 @pytest.mark.behaviour(36, 38)
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_both_ways(name):

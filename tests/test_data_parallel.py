@@ -142,6 +142,7 @@ def test_what_forward_changes_is_forgotten_but_lists_are_shared():
     assert net.calls == 0 and net.seen == [2, 1, 2, 1]
 
 
+@pytest.mark.behaviour(174, 175)
 def test_every_change_of_the_module_is_seen_by_the_next_forward():
     net = Net().eval()
     model = DataParallel(net, virtual_devices(2))
@@ -188,6 +189,7 @@ def test_a_recorded_write_to_a_parameter_is_refused():
         DataParallel(Writes(2, 2), virtual_devices(2))(torch.ones(2, 2))
 
 
+@pytest.mark.behaviour(180)
 def test_parameters_work_inside_forward():
     class Inside(nn.Module):
         def __init__(self):
@@ -234,12 +236,14 @@ def test_hooks_of_the_wrapper_see_the_whole_batch():
     assert seen == [(4, 4)]
 
 
+@pytest.mark.report("pytorch#60540", "pytorch#50170", "pytorch#125186", "pytorch#105682")
 def test_autocast_reaches_the_replicas():
     model = DataParallel(nn.Linear(3, 2), virtual_devices(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(torch.randn(4, 3)).dtype == torch.bfloat16
 
 
+@pytest.mark.behaviour(173)
 def test_wrappers_nest():
     net = nn.Linear(3, 2)
     inner = DataParallel(net, virtual_devices(2))
@@ -270,6 +274,10 @@ def test_no_reference_cycles():
         gc.enable()
 
 
+@pytest.mark.behaviour(185)
+@pytest.mark.report(
+    "pytorch#69200", "pytorch#12277", "pytorch#4391", "pytorch-scripts#19", "SelfPAB#1"
+)
 def test_nothing_warns():
     model = DataParallel(Net(), virtual_devices(2))
     with warnings.catch_warnings():

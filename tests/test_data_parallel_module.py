@@ -80,6 +80,17 @@ def test_a_subclass_may_change_the_replicas():
     assert torch.equal(net.linear.weight.grad, torch.full((2, 2), 4.0))
 
 
+@pytest.mark.report(
+    "pytorch_geometric#101",
+    "pytorch_geometric#438",
+    "pytorch_geometric#663",
+    "pytorch_geometric#1088",
+    "pytorch_geometric#1628",
+    "pytorch_geometric#1790",
+    "pytorch_geometric#1810",
+    "pytorch_geometric#1979",
+    "pytorch_geometric#1333",
+)
 @pytest.mark.behaviour(24)
 def test_cooperative_inheritance():
     class Framework(nn.DataParallel):
@@ -98,6 +109,7 @@ def test_cooperative_inheritance():
 # The wrapper as a module.
 
 
+@pytest.mark.behaviour(169)
 def test_state_dict_has_torchs_keys():
     net = Net()
     model = DataParallel(net, virtual_devices(2))
@@ -107,6 +119,7 @@ def test_state_dict_has_torchs_keys():
     assert torch.equal(other.module.linear.weight, net.linear.weight)
 
 
+@pytest.mark.behaviour(171)
 @pytest.mark.parametrize(
     "duplicate",
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), "torch.save"],

@@ -271,6 +271,7 @@ def test_a_profiler_sees_all_operators(threads_win):
 # ---- compiled code -------------------------------------------------------------------------------
 
 
+@pytest.mark.report("pytorch#118260", "pytorch#136833", "pytorch#168042")
 @pytest.mark.parametrize("dispatch", ["threads", "auto"])
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile", "function", "torch.jit"])
 def test_new_shapes_of_compiled_code_run_one_after_the_other(dispatch, how, threads_win):
@@ -395,6 +396,16 @@ def test_ways_alternate_and_each_is_warmed_up():
     assert simulate(slow_start, 13)[0][-1] == "threads"
 
 
+@pytest.mark.report(
+    "pytorch#5421",
+    "OpenNMT-py#89",
+    "fairseq#34",
+    "dgl#838",
+    "pytorch#54",
+    "CenterNet#1046",
+    "yogo#90",
+    "tutorials#648",
+)
 @pytest.mark.parametrize(
     ("threads", "choice"), [(0.5, "threads"), (0.89, "threads"), (0.91, "sequential"), (2, None)]
 )

@@ -106,6 +106,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.behaviour(174, 175)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_between_two_forwards_is_seen(change, grad, wrap):
@@ -126,6 +127,7 @@ def test_a_change_between_two_forwards_is_seen(change, grad, wrap):
         )
 
 
+@pytest.mark.behaviour(174)
 def test_containers_of_the_original_are_seen_to_change(wrap):
     class Listed(nn.Module):
         def __init__(self):
@@ -152,6 +154,7 @@ def test_containers_of_the_original_are_seen_to_change(wrap):
     torch.autograd.grad(model(x).sum(), list(net.a.parameters()))
 
 
+@pytest.mark.behaviour(174)
 def test_attributes_of_parameters_are_seen_to_change(wrap):
     class Scaled(nn.Linear):
         def forward(self, x):
@@ -167,6 +170,7 @@ def test_attributes_of_parameters_are_seen_to_change(wrap):
                 torch.testing.assert_close(model(x), F.linear(x, net.weight, net.bias) * gain)
 
 
+@pytest.mark.behaviour(174)
 def test_the_module_itself_may_be_replaced(wrap):
     model = wrap(Net().eval())
     x = torch.randn(5, 4)
@@ -237,6 +241,8 @@ def test_modules_that_cannot_persist_are_replicated_afresh(wrap):
 # What is sent.
 
 
+@pytest.mark.behaviour(179)
+@pytest.mark.report("pytorch#3930", "pytorch#28275")
 def test_only_what_changed_is_sent(wrap):
     net = Net().eval()
     net.second.requires_grad_(False)
@@ -432,6 +438,7 @@ def test_copies_and_forks_have_engines_of_their_own(wrap):
         assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.behaviour(173)
 def test_nested_wrappers_persist_too(wrap):
     inner = wrap(Net().eval(), 2)
     outer = wrap(nn.Sequential(inner), 2)
@@ -442,6 +449,7 @@ def test_nested_wrappers_persist_too(wrap):
     assert inner._engine.content is None
 
 
+@pytest.mark.behaviour(177)
 def test_several_threads(wrap):
     net = Net().eval()
     model = wrap(net, 2)

@@ -37,6 +37,9 @@ def broadcast(communicator):
     return source, [row[0] for row in communicator.broadcast([source], algorithm="chain")]
 
 
+@pytest.mark.report(
+    "pytorch#52142", "pytorch#24081", "pytorch#7019", "nccl#257", "DeepSpeed#4433", "pytorch#85334"
+)
 @pytest.mark.parametrize("fault", ["absent", "wrong"])
 def test_the_call_that_waits_raises_and_the_next_one_is_right(faulty, fault):
     communicator = faulty(fault)
@@ -87,6 +90,7 @@ def test_a_failure_in_one_thread_leaves_other_threads_right(faulty):
     assert all(text.startswith("chain broadcast: rank ") for text in raised)
 
 
+@pytest.mark.report("pytorch#119262", "pytorch#180701")
 def test_python_runs_while_a_call_waits(faulty):
     communicator = faulty("absent")
     ticks, over = [], threading.Event()

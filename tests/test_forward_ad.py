@@ -37,6 +37,7 @@ def batch(model):
     return torch.ones(4, 3, device=model.module.bias.device)
 
 
+@pytest.mark.report("pytorch#94896")
 @pytest.mark.parametrize("wants_gradient", [False, True])
 def test_input(model, wants_gradient):
     x = batch(model).requires_grad_(wants_gradient)

@@ -123,6 +123,7 @@ def test_a_piece_without_gradient_counts_as_zeros(communicator):
     assert torch.equal(x.grad, expected[:, None].expand(5, 2))
 
 
+@pytest.mark.report("yolov5#5218")
 def test_gradients_keep_the_layout_of_the_parameter_and_are_not_copied(monkeypatch, communicator):
     comm = communicator(2)
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()

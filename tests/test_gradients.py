@@ -231,6 +231,7 @@ def test_a_module_that_only_some_ranks_use(make_devices):
     compare_grads(model, net)
 
 
+@pytest.mark.report("pytorch#1456")
 def test_sparse_gradients(make_devices):
     net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2)).double()
     model = DataParallel(copy.deepcopy(net), make_devices(3))

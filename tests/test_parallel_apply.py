@@ -230,6 +230,14 @@ def raising(error):
     return forward
 
 
+@pytest.mark.report(
+    "pytorch#51382",
+    "pytorch#34130",
+    "pytorch#30147",
+    "pytorch#44631",
+    "pytorch#11633",
+    "pytorch#18055",
+)
 @pytest.mark.behaviour(114, 115)
 @pytest.mark.parametrize(
     "make",

@@ -76,6 +76,7 @@ def test_a_span_without_the_fast_range(monkeypatch):
     assert [e.name for e in profile.events()] == ["pyparallel.DataParallel.scatter"]
 
 
+@pytest.mark.report("geo-deep-learning#17", "trl#1303")
 def test_one_line_after_ten_steps(caplog):
     caplog.set_level(logging.INFO, logger="pyparallel")
     dp = pyparallel.DataParallel(Slow(), virtual_devices(2), dispatch="sequential")

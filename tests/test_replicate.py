@@ -47,6 +47,7 @@ def _on_the_first_device(make_devices):
         yield
 
 
+@pytest.mark.report("yolov5#475")
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_each_rank_has_its_own_equal_tensors(n, detach, replicas_of):
@@ -133,6 +134,7 @@ def test_parameters_override_of_the_user_hides_nothing(replicas_of):
         assert replica.first.weight.data_ptr() != net.first.weight.data_ptr() or rank == 0
 
 
+@pytest.mark.report("peft#3043")
 def test_attributes_that_lead_into_the_tree_lead_into_the_replica(replicas_of):
     class Wired(Net):
         def __init__(self):
@@ -224,6 +226,7 @@ def test_parameter_lists_and_dicts(replicas_of):
         assert len(list(replica.parameters())) == 3
 
 
+@pytest.mark.report("pytorch#11476")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -372,6 +375,7 @@ def test_no_devices():
     assert replicate(nn.Linear(2, 2), []) == []
 
 
+@pytest.mark.report("algorithmic-efficiency#754")
 def test_a_compiled_module_keeps_its_parameters_and_runs_the_replicas(replicas_of):
     module = nn.Linear(3, 3)
     names = [name for name, _ in module.named_parameters()]

@@ -310,6 +310,7 @@ def test_checkpoints_with_and_without_the_prefix():
         dp.load_state_dict(model.state_dict())
 
 
+@pytest.mark.report("apex#160", "SimSiam#24", "Synchronized-BatchNorm#42", "HRNet#183")
 @pytest.mark.report("Synchronized-BatchNorm#1", "pytorch#2584", "pytorch#38940")
 def test_norms_that_do_not_depend_on_the_chunk():
     """SyncBatchNorm is DistributedDataParallel's; GroupNorm gives the same on any devices."""

@@ -32,7 +32,7 @@ class Tuner:
         return x * self.best
 
 
-@pytest.mark.report("mamba#84", "mamba#370", "pytorch#118260", "pytorch#136833")
+@pytest.mark.report("mamba#84", "mamba#370")
 def test_the_first_call_runs_the_replicas_one_after_the_other():
     class Tuned(nn.Module):
         def __init__(self):
@@ -92,7 +92,18 @@ def test_the_current_device_is_that_of_the_replica(dispatch, make_devices):
     assert torch.cuda.current_device() == before
 
 
-@pytest.mark.report("lightning#20523", "pytorch#37444", "mmdetection#3116", "mmdetection#3370")
+@pytest.mark.report(
+    "lightning#20523",
+    "pytorch#37444",
+    "mmdetection#3116",
+    "mmdetection#3370",
+    "mmsegmentation#238",
+    "yolov5#264",
+    "unsloth#431",
+    "Kandinsky-2#68",
+    "lightning#20424",
+    "BallonsTranslator#485",
+)
 @pytest.mark.parametrize("dispatch", ["threads", "sequential"])
 def test_an_interrupted_cell_leaves_a_usable_wrapper(dispatch):
     """As when a notebook's stop button is pressed in the middle of a step."""

@@ -184,6 +184,7 @@ def test_lists_of_other_objects_are_new_lists():
     assert len({id(part) for part in [*parts, names]}) == 4
 
 
+@pytest.mark.report("trl#2338", "transformers#36967", "transformers#36492")
 @pytest.mark.behaviour(30)
 def test_tensors_without_dimensions_go_to_every_rank():
     weight = torch.tensor(2.0, requires_grad=True)

@@ -57,6 +57,7 @@ def two_cpus(monkeypatch):
     monkeypatch.setattr(workers, "cpu_count", lambda: 2)
 
 
+@pytest.mark.report("pytorch#46753")
 def test_they_persist():
     barrier = threading.Barrier(2, timeout=60)
 
