@@ -15,10 +15,8 @@ LAST = 185
 UNFINISHED = {
     *range(56, 94),  # replicas
     *range(94, 107),  # broadcast of weights
-    *range(140, 143),  # as a function, and names
     *range(143, 155),  # collectives
     *range(155, 169),  # gradients and training
-    *range(169, 186),  # the wrapper as a module
 }
 
 

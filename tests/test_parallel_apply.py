@@ -186,7 +186,7 @@ def test_what_is_common_to_the_process_counts_in_replicas(dispatch, name):
 
 
 @pytest.mark.cuda
-@pytest.mark.behaviour(111, 112, 168, 183)
+@pytest.mark.behaviour(111, 112, 168, 183, 184)
 def test_replicas_have_their_device_and_the_callers_streams(dispatch, make_devices):
     devices = resolve_devices(make_devices(2))
     streams = {d.index: torch.cuda.Stream(d.index) for d in devices}

@@ -419,6 +419,7 @@ class Direct(nn.Module):
         return self.conv((x * self.gain)[:, None])[:, 0].pow(2)
 
 
+@pytest.mark.behaviour(175)
 @pytest.mark.parametrize("change", [swapped_parameter, other_data])
 @pytest.mark.parametrize("kind", [Net, Direct])
 def test_a6_weights_that_change_between_two_forwards_without_a_write(kind, change, wrap):
@@ -561,6 +562,7 @@ def test_a7_a_checkpoint_finds_what_forward_wrote(wrap):
     assert not hasattr(model.module.first, "scale")
 
 
+@pytest.mark.behaviour(177)
 def test_a7_threads_do_not_share_replicas(wrap):
     barrier = threading.Barrier(2)
 
