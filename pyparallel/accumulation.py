@@ -1,7 +1,7 @@
 """Gradients that stay on the ranks while ``no_sync`` is on, until the next sum."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ class Accumulation:
         self._kept: dict[int, tuple[Tensor, list[Tensor | None]]] = {}
         self._on = False
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> AbstractContextManager[None]:
         """Keeps what backward computes meanwhile."""
-        before, self._on = self._on, True
-        try:
-            yield
-        finally:
-            self._on = before
+        return _On(self)
+
+    def switch(self, on: bool) -> bool:
+        """Starts or stops keeping gradients. Returns what was before."""
+        before, self._on = self._on, on
+        return before
 
     def applies(self, leaves: Sequence[Any]) -> bool:
         """Whether a backward that accumulates into ``.grad`` has anything to do here.
@@ -89,6 +89,18 @@ class Accumulation:
                 (total,) = self._communicator.reduce_add(rows)
                 with torch.no_grad():
                     parameter.grad = _sum(parameter.grad, total)
+
+
+class _On:
+    # Not contextlib.contextmanager, which assigns to exceptions: some classes refuse that.
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
+
+    def __enter__(self) -> None:
+        self._before = self._accumulation.switch(True)
+
+    def __exit__(self, *error: Any) -> None:
+        self._accumulation.switch(self._before)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

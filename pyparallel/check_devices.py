@@ -13,7 +13,7 @@ memory that is neither a parameter, nor a buffer, nor an input of a replica.
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -53,21 +53,14 @@ class MemoryOwners:
             if owner is not None and self.devices[owner[0]] != self.devices[rank]:
                 self._owners[address] = None
 
-    @contextmanager
-    def checked(self, rank: int) -> Iterator[None]:
+    def checked(self, rank: int) -> AbstractContextManager[None]:
         """Checks the operators that the calling thread runs for a rank.
 
         Raises:
             RuntimeError: From an operator: a tensor among its arguments belongs to a rank of
                 another device.
         """
-        # Not "with mode": that sets a flag of the process, and two threads would leave it set.
-        mode = _mode_class()(self, rank)  # in a variable: the stack of torch 2.6 does not own it
-        torch._C._push_on_torch_dispatch_stack(mode)
-        try:
-            yield
-        finally:
-            torch._C._pop_torch_dispatch_stack(None)
+        return _Checked(self, rank)
 
     def check(self, rank: int, operator: object, arguments: object) -> None:
         """Raises RuntimeError if ``rank`` must not touch a tensor among the arguments."""
@@ -82,6 +75,19 @@ class MemoryOwners:
                     f"replica {owner[0]} on {self.devices[owner[0]]}: {owner[1]} "
                     "(found by PYPARALLEL_CHECK_DEVICES)"
                 )
+
+
+class _Checked:
+    # Not contextlib.contextmanager, which assigns to exceptions: some classes refuse that.
+    def __init__(self, memory: MemoryOwners, rank: int) -> None:
+        self._mode = _mode_class()(memory, rank)  # the stack of torch 2.6 does not own it
+
+    def __enter__(self) -> None:
+        # Not "with mode": that sets a flag of the process, and two threads would leave it set.
+        torch._C._push_on_torch_dispatch_stack(self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
 
 
 class _CheckMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Running replicas side by side, and what comes back from them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pyparallel.profiling import Steps
 def parallel_apply(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]],
+    kwargs_tup: Sequence[dict[str, Any]] | None,
     devices: Sequence[Device],
     dispatcher: Dispatcher | None = None,
     steps: Steps | None = None,
@@ -31,7 +31,7 @@ def parallel_apply(
     Args:
         modules: One replica a rank.
         inputs: Per rank a list or tuple of positional arguments, or one argument of another type.
-        kwargs_tup: Per rank the keyword arguments.
+        kwargs_tup: Per rank the keyword arguments; None for none.
         devices: The device of each rank.
         dispatcher: Decides who runs when and in which thread. Default: a thread for each of several
             GPUs, which runs its ranks in turn; virtual devices, or one GPU, in turn in the calling
@@ -49,6 +49,8 @@ def parallel_apply(
         KeyboardInterrupt: While workers ran replicas. Those that run are waited for, because they
             cannot be stopped; a second interrupt does not wait.
     """
+    if kwargs_tup is None:
+        kwargs_tup = [{} for _ in modules]
     for what, values in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
         if len(modules) != len(values):
             raise AssertionError(
@@ -68,19 +70,22 @@ def parallel_apply(
     def run(rank: int) -> None:
         args = inputs[rank] if isinstance(inputs[rank], (list, tuple)) else (inputs[rank],)
         measured = steps.rank(devices[rank]) if steps is not None else nullcontext()
-        with _current_device(devices[rank]), checked(rank), measured:
+        device = devices[rank]
+        on_gpu = torch.cuda.device(device.index) if device.kind == "cuda" else nullcontext()
+        with on_gpu, checked(rank), measured:
             outputs[rank] = modules[rank](*args, **kwargs_tup[rank])
 
     def failed(rank: int, error: BaseException) -> None:
-        _name_replica(error, rank, devices[rank])
         errors[rank] = error
+        _name_replica(error, rank, devices[rank])
 
     if dispatcher is None:
         several_gpus = len({device.torch_device for device in devices}) > 1
         dispatcher = Dispatcher("threads" if several_gpus else "sequential")
     dispatcher.run(run, failed, modules, (inputs[0], kwargs_tup[0]), devices)
     if errors:
-        error = errors[min(errors, key=lambda rank: (isinstance(errors[rank], Exception), rank))]
+        # Not isinstance, which asks an exception for its class.
+        error = errors[min(errors, key=lambda r: (issubclass(type(errors[r]), Exception), r))]
         # The traceback holds this frame, which must not hold the traceback in turn.
         errors.clear()
         try:
@@ -90,30 +95,42 @@ def parallel_apply(
     return outputs
 
 
-@contextmanager
-def _current_device(device: Device) -> Iterator[None]:
-    if device.kind == "cuda":
-        with torch.cuda.device(device.index):
-            yield
-    else:
-        yield
-
-
 def _name_replica(error: BaseException, rank: int, device: Device) -> None:
-    note = f"Caught {type(error).__name__} in replica {rank} on device {device.index}."
-    add_note = getattr(error, "add_note", None)
-    if add_note is not None:
-        # A program may raise one object again and again, and its class may do anything here:
-        # neither may hide the error.
-        with suppress(Exception):
-            if note not in getattr(error, "__notes__", ()):
-                add_note(note)
+    """Says in a note where an error comes from, in torch's words."""
+    # A program may raise one object again and again, and its class may do anything here: neither
+    # may hide the error.
+    with suppress(Exception):
+        note = f"Caught {type(error).__name__} in replica {rank} on device {device.index}."
+        add_note = getattr(error, "add_note", None)
+        if add_note is None:
+            _add_first_cause(error, note)
+        else:
+            _add_note(error, note, add_note)
+
+
+def _add_note(error: BaseException, note: str, add_note: Callable[[str], None]) -> None:
+    with suppress(Exception):
+        if note not in getattr(error, "__notes__", ()):
+            add_note(note)
         return
-    # Python 3.10 has no notes. The traceback also shows causes, so the note becomes the first
-    # cause.
+    # The class refuses assignments, for instance as a frozen dataclass.
+    notes = object.__getattribute__(error, "__dict__").setdefault("__notes__", [])
+    if note not in notes:
+        notes.append(note)
+
+
+def _add_first_cause(error: BaseException, note: str) -> None:
+    """Where there are no notes, on Python 3.10, tracebacks show at least causes."""
     chain = [error]
-    while (cause := chain[-1].__cause__) is not None:
+    while (cause := _cause(chain[-1])) is not None:
         if cause.args == (note,) or any(cause is other for other in chain):
             return
         chain.append(cause)
     chain[-1].__cause__ = RuntimeError(note)
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """What a traceback shows above the error."""
+    if error.__cause__ is None and not error.__suppress_context__:
+        return error.__context__
+    return error.__cause__

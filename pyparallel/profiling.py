@@ -1,9 +1,12 @@
-"""Named ranges for profilers, and a line that says where the time of the first steps went."""
+"""Named ranges for profilers, and a line that says where the time of the first steps went.
+
+Exceptions of the user's pass through what is entered here. So these are classes:
+``contextlib.contextmanager`` assigns to an exception, which one of a frozen dataclass refuses.
+"""
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,16 +55,66 @@ class Span:
 _reduce_seconds = 0.0
 
 
-@contextmanager
-def reducing() -> Iterator[None]:
+class _Reducing(Span):
+    def __exit__(self, *error: Any) -> None:
+        global _reduce_seconds
+        super().__exit__(*error)
+        _reduce_seconds += self.seconds
+
+
+def reducing() -> Span:
     """Names the range in which backward sums gradients; the time counts for all wrappers."""
-    global _reduce_seconds
-    span = Span("reduce")
-    try:
-        with span:
-            yield
-    finally:
-        _reduce_seconds += span.seconds
+    return _Reducing("reduce")
+
+
+class _Forward(Span):
+    def __enter__(self) -> "Span":
+        # The name that people search for in traces of torch's class.
+        self._outer = _record("DataParallel.forward")
+        self._outer.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._outer.__exit__(*error)
+
+
+class _Part(Span):
+    def __init__(self, part: str, seconds: dict[str, float]) -> None:
+        super().__init__(part)
+        self._part, self._sums = part, seconds
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._sums[self._part] = self._sums.get(self._part, 0.0) + self.seconds
+
+
+class _RankOnCpu:
+    def __init__(self, device: Device, seconds: dict[Device, float]) -> None:
+        self._device, self._sums = device, seconds
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: Any) -> None:
+        seconds = time.perf_counter() - self._start
+        self._sums[self._device] = self._sums.get(self._device, 0.0) + seconds
+
+
+class _RankOnGpu:
+    def __init__(
+        self, device: Device, events: list[tuple[Device, torch.cuda.Event, torch.cuda.Event]]
+    ) -> None:
+        self._device, self._events = device, events
+
+    def __enter__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record()
+
+    def __exit__(self, *error: Any) -> None:
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end.record()
+        self._events.append((self._device, self._begin, end))
 
 
 class Steps:
@@ -89,43 +142,23 @@ class Steps:
     def __reduce__(self) -> tuple[type["Steps"], tuple[str]]:
         return type(self), (self._name,)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> Span:
         """Around a forward."""
         if self._measuring:
             self._begin()
-        # The first name is what people search for in traces of torch's class.
-        with _record("DataParallel.forward"), Span("forward"):
-            yield
+        return _Forward("forward")
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> Span:
         """Around a part of a forward."""
-        span = Span(name)
-        try:
-            with span:
-                yield
-        finally:
-            if self._measuring:
-                self._parts[name] = self._parts.get(name, 0.0) + span.seconds
+        return _Part(name, self._parts) if self._measuring else Span(name)
 
-    @contextmanager
-    def rank(self, device: Device) -> Iterator[None]:
+    def rank(self, device: Device) -> AbstractContextManager[Any]:
         """Around the forward of a rank, in its thread."""
         if not self._measuring:
-            yield
-        elif device.kind == "cuda":
-            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            begin.record()
-            yield
-            end.record()
-            self._events.append((device, begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            seconds = time.perf_counter() - start
-            self._devices[device] = self._devices.get(device, 0.0) + seconds
+            return nullcontext()
+        if device.kind == "cuda":
+            return _RankOnGpu(device, self._events)
+        return _RankOnCpu(device, self._devices)
 
     def _begin(self) -> None:
         now = time.perf_counter()

@@ -36,12 +36,14 @@ class _Worker(threading.Thread):
         _take_share(self.key[1])
         while (job := self.jobs.get()) is not None:
             work, left = job
-            work()
-            del work, job
-            # Idle first: whoever waits for the end of this job may want a worker at once.
-            _give_back(self)
-            left()
-            del left
+            try:
+                work()
+                del work, job
+                # Idle first: whoever waits for the end of this job may want a worker at once.
+                _give_back(self)
+            finally:
+                left()
+                del left
 
 
 _lock = threading.Lock()
