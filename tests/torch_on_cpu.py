@@ -99,7 +99,7 @@ class ReduceAdd(torch.autograd.Function):
         ctx.devices = range(len(ranks))
         sums = []
         for column in zip(*ranks, strict=True):
-            total = column[0]
+            total = column[0].clone()
             for grad in column[1:]:
                 total = total + grad
             sums.append(total)
