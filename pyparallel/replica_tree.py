@@ -84,9 +84,7 @@ class ReplicaTree:
         if renewed:
             self._bind_values(filled)
         count = len(self._state.modules)
-        self._rewrite(
-            rank * count + i for i in sorted(filled) for rank in range(len(self._shells))
-        )
+        self._rewrite(rank * count + i for i in sorted(filled) for rank in range(len(self._shells)))
         self._idle = _C.reference_count(self._all)
 
     def _copy_plain_attributes(self, i: int) -> bool:
