@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyparallel import _C
 from pyparallel.accumulation import Accumulation
 from pyparallel.communicator import Communicator
 from pyparallel.flat import FlatLayout
@@ -16,6 +18,9 @@ from pyparallel.streams import current_streams
 from pyparallel.tensor_layouts import layouts_of
 
 OptionalTensors = Sequence[Tensor | None]
+
+# What sums may still use though nobody knows when they end: it is never freed.
+_lost: list[Any] = []
 
 
 class GradientBucket:
@@ -41,8 +46,10 @@ class GradientBucket:
         self._layouts = layouts_of(parameters)
         self._complex = parameters[0].is_complex()
         self._dtype = core_dtype(parameters[0].dtype)
-        # (ticket, all that must stay as it is until the sum is done)
-        self._running: list[tuple[int, Any]] = []
+        # (the core that sums, ticket, all that must stay as it is until the sum is done)
+        self._running: list[tuple[_C.Communicator, int, Any]] = []
+        # The same of sums whose end is not known. They are done when a later one is.
+        self._unsure: list[Any] = []
         self._waiting = threading.Lock()
 
     def launch(self, grads: OptionalTensors) -> list[Tensor | None]:
@@ -87,11 +94,26 @@ class GradientBucket:
         # Another thread may wait for a sum of ours: it is in the list until it is done.
         with self._waiting:
             while self._running:
-                ticket = self._running[0][0]
-                try:
-                    self.communicator.core.wait(ticket)
-                finally:
-                    del self._running[0]
+                core, ticket, needed = self._running[0]
+                if core is self.communicator.core:  # a forked child has none of its parent's sums
+                    try:
+                        core.wait(ticket)
+                    except RuntimeError:
+                        # It failed, or it is late and still queued.
+                        self._unsure.append(needed)
+                        del self._running[0]
+                        raise
+                del self._running[0]
+            self._unsure.clear()
+
+    def __del__(self) -> None:
+        # A backward that failed waits for none of its sums.
+        with suppress(Exception):
+            try:
+                self.wait()
+            finally:
+                if self._running or self._unsure:
+                    _lost.append((self._running, self._unsure))
 
     def _sum_now(self, grads: OptionalTensors) -> list[Tensor | None]:
         rows = [grads[at : at + self.count] for at in range(0, len(grads), self.count)]
@@ -116,15 +138,22 @@ class GradientBucket:
                 [values[i] for i in moved] for values in (offsets, sizes, *rows)
             )
         assert self._dtype is not None
-        ticket = self.communicator.core.reduce_add(
-            0,
-            rows,
-            offsets,
-            sizes,
-            destination,
-            self._dtype,
-            current_streams(self.communicator.devices),
-            asynchronous=True,
-        )
-        if ticket:
-            self._running.append((ticket, needed))
+        core = self.communicator.core
+        try:
+            ticket = core.reduce_add(
+                0,
+                rows,
+                offsets,
+                sizes,
+                destination,
+                self._dtype,
+                current_streams(self.communicator.devices),
+                asynchronous=True,
+            )
+            if ticket:
+                self._running.append((core, ticket, needed))
+        except BaseException:
+            # An interrupt arrives when the call returns: the sum is queued, and its ticket lost.
+            with suppress(RuntimeError):
+                core.synchronize()
+            raise

@@ -1,6 +1,7 @@
 """Sums of a bucket: what is launched, who waits for what."""
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -114,3 +115,90 @@ def test_a_sum_that_failed_is_reported_once(bucket_of):
     with pytest.raises(RuntimeError, match="rank 1 did not arrive"):
         bucket.wait()
     bucket.wait()
+
+
+class Core:
+    """A core whose sums never end before somebody waits for them."""
+
+    def __init__(self):
+        self.needed = []
+        self.waits = []
+
+    def reduce_add(self, *args, asynchronous):
+        return 5
+
+    def wait(self, ticket):
+        assert all(needed() is not None for needed in self.needed)
+        self.waits.append(ticket)
+
+
+def launched(bucket_of, core):
+    bucket = bucket_of([torch.zeros(100)])
+    bucket.communicator = SimpleNamespace(core=core, devices=bucket.communicator.devices)
+    grads = [torch.zeros(100) for _ in range(3)]
+    core.needed = [weakref.ref(grad) for grad in grads]
+    bucket.launch(grads)
+    return bucket
+
+
+def test_a_bucket_that_is_dropped_keeps_what_its_sums_need(bucket_of):
+    """As after an error in backward, whose gates wait for nothing."""
+    core = Core()
+    bucket = launched(bucket_of, core)
+    assert all(needed() is not None for needed in core.needed)
+    del bucket
+    assert core.waits == [5]
+    assert not any(needed() is not None for needed in core.needed)
+
+
+class Late(Core):
+    def wait(self, ticket):
+        super().wait(ticket)
+        if len(self.waits) < 3:
+            raise RuntimeError("wait: no queued sum was finished for 40 ms")
+
+
+def test_a_late_sum_keeps_what_it_needs_until_a_later_one_is_done(bucket_of):
+    core = Late()
+    bucket = launched(bucket_of, core)
+    late = core.needed
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no queued sum"):
+            bucket.wait()
+        assert all(needed() is not None for needed in late)
+        core.needed = []
+        bucket.launch([torch.zeros(100)] * 3)
+    bucket.wait()
+    assert not any(needed() is not None for needed in late)
+
+
+def test_a_bucket_that_is_dropped_with_a_late_sum_frees_nothing(bucket_of, monkeypatch):
+    lost = []
+    monkeypatch.setattr("pyparallel.gradient_bucket._lost", lost)
+    core = Late()
+    bucket = launched(bucket_of, core)
+    del bucket
+    assert core.waits == [5] and len(lost) == 1
+    assert all(needed() is not None for needed in core.needed)
+
+
+def test_sums_of_the_parent_are_none_of_a_forked_childs(bucket_of):
+    bucket = launched(bucket_of, Core())
+    bucket.communicator.core = child = Core()
+    bucket.launch([torch.zeros(100)] * 3)
+    bucket.wait()
+    assert child.waits == [5] and not bucket._running
+
+
+def test_an_interrupt_that_arrives_with_the_ticket(bucket_of):
+    class Interrupted(Core):
+        def reduce_add(self, *args, asynchronous):
+            raise KeyboardInterrupt
+
+        def synchronize(self):
+            self.wait(0)
+
+    core = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        launched(bucket_of, core)
+    assert core.waits == [0]
