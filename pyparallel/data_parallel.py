@@ -277,8 +277,14 @@ class DataParallel(nn.DataParallel[T]):
 
     def _get_engine(self) -> Engine:
         engine: Engine | None = self._engine.content
-        # Another process has none of our threads, and its devices are not ours.
-        if engine is None or engine.module is not self.module or engine.pid != os.getpid():
+        # Users may assign module and devices. Another process has none of our threads, and its
+        # devices are not ours.
+        if (
+            engine is None
+            or engine.module is not self.module
+            or engine.device_ids != self.device_ids
+            or engine.pid != os.getpid()
+        ):
             cap = self.bucket_cap_mb
             engine = Engine(
                 self.module,
@@ -304,11 +310,12 @@ class DataParallel(nn.DataParallel[T]):
 
     def _target(self, output_device: Any) -> Device | None:
         """Where to join outputs, None for host memory."""
-        output_device = host_if_minus_1(output_device)
+        kind = cast(torch.device, self.src_device_obj).type
+        # None is the current GPU, as in torch.
+        output_device = kind if output_device is None else host_if_minus_1(output_device)
         if output_device not in ("cpu", torch.device("cpu")):
             return self._devices([output_device])[0]
-        on_host = cast(torch.device, self.src_device_obj).type == "cpu"
-        return self._devices(self.device_ids[:1])[0] if on_host else None
+        return self._devices(self.device_ids[:1])[0] if kind == "cpu" else None
 
 
 def data_parallel(

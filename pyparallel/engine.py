@@ -49,6 +49,7 @@ class Engine:
     ) -> None:
         self.module = module
         self.devices = tuple(devices)
+        self.device_ids = [device.index for device in devices]
         self.pid = os.getpid()
         self._bucket_bytes = bucket_bytes
         self._always_send = always_send

@@ -173,3 +173,30 @@ def test_a_module_without_tensors(n):
     assert torch.equal(out, x.relu())
     out.sum().backward()
     assert torch.equal(x.grad, (x > 0).float())
+
+
+@pytest.mark.behaviour(10, 174)
+def test_attributes_may_be_assigned(net):
+    """Forward reads them each time, so the wrapper itself can be changed between two."""
+    net.eval()
+    model = DataParallel(net, virtual_devices(2))
+    x = torch.randn(8, 3)
+    calls = []
+    net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
+    for device_ids, shapes in [
+        ([0, 1], [(4, 3)] * 2),
+        ([0, 1, 2, 3], [(2, 3)] * 4),
+        ([1], [(8, 3)]),
+        ([1, 0], [(4, 3)] * 2),
+        ([], [(8, 3)]),
+    ]:
+        model.device_ids = device_ids
+        torch.testing.assert_close(model(x), net(x))
+        assert calls[:-1] == shapes
+        calls.clear()
+    model.device_ids, model.module = [0, 1], nn.Flatten()
+    for output_device in (1, "cpu", torch.device("cpu"), None):
+        model.output_device = output_device
+        assert torch.equal(model(x), x)
+    model.dim = 1
+    assert torch.equal(model(x), torch.cat([x[:, :2], x[:, 2:]], 1))
