@@ -9,6 +9,7 @@ PREAMBLE = """
 import threading, torch
 from pyparallel.communicator import get_communicator
 from pyparallel.devices import resolve_devices, virtual_devices
+from pyparallel.streams import current_streams
 torch.set_num_threads(1)
 communicator = get_communicator(resolve_devices(virtual_devices(3)))
 tensor = torch.ones(200_000)
@@ -20,12 +21,18 @@ transfer()
 
 ALIVE = "kept = communicator"
 CYCLE = "communicator.itself = communicator; del communicator"
-# The communicator is closed at exit; a thread that still wants to transfer is told so.
+# The communicator is closed at exit; a thread that still wants to transfer is told so. The threads
+# call nothing of torch, which aborts a process that ends while a daemon thread is inside of it.
 DAEMONS = """
+core = communicator.core
+outputs = [tensor.clone() for _ in range(3)]
+pointers = [output.data_ptr() for output in outputs]
+streams = current_streams(communicator.devices)
 def forever():
     try:
         while True:
-            transfer()
+            for algorithm in ("two_shot", "ring"):
+                core.all_reduce(pointers, pointers, len(tensor), "float32", streams, algorithm)
     except RuntimeError as error:
         assert str(error) == "the communicator is closed"
 for _ in range(3):
