@@ -5,6 +5,7 @@ containers among their attributes that replicas have copies of, attributes of te
 describes a tensor's memory. Values of tensors are not looked at here: the transfer compares them.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from pyparallel import _C
 from pyparallel.layout import is_dense
-from pyparallel.rewire import attributes_to_rewire, containers_of
+from pyparallel.rewire import ATOMS, attributes_to_rewire, containers_of, content_of
 from pyparallel.shells import check_copyable, is_plain, own_tensors
 from pyparallel.tensor_layouts import layouts_of
 
@@ -47,7 +48,7 @@ class ModuleState:
         ]
         self.rewired = attributes_to_rewire(modules, self.originals)
         self._structures = [_structure(module) for module in modules]
-        self._containers = list(map(containers_of, modules, self.rewired))
+        self._find_containers()
         self._look()
         self.look_at_memory()
         self._valid = True
@@ -78,9 +79,9 @@ class ModuleState:
         if not self._valid:
             return self._look_at_all()
         index = self._identities.check()
-        if index == -1:
+        changed = self._changed_variables() if self._values else {}
+        if index == -1 and not changed:
             return _NOTHING
-        changed: dict[int, None] = {}
         tensors: list[int] = []
         while index != -1:
             self._identities.update(index)
@@ -98,9 +99,9 @@ class ModuleState:
         rewired = attributes_to_rewire(modules, self.originals)
         for i, module, names in zip(changed, modules, rewired, strict=True):
             self.rewired[i] = names
-            containers = containers_of(module, self.rewired[i])
-            if list(map(id, containers)) != list(map(id, self._containers[i])):
-                self._containers[i] = containers
+            found = containers_of(module, self.rewired[i])
+            if _differ(found[0], self._containers[i]) or _differ(found[1], self._variables[i]):
+                self._containers[i], self._variables[i] = found
                 look_again = True
         if look_again:
             self._look()
@@ -112,7 +113,7 @@ class ModuleState:
                 return None
         self._valid = True
         self.rewired = attributes_to_rewire(self.modules, self.originals)
-        self._containers = list(map(containers_of, self.modules, self.rewired))
+        self._find_containers()
         self._look()
         return list(range(len(self.modules))), list(range(len(self.tensors)))
 
@@ -123,6 +124,30 @@ class ModuleState:
             *chain.from_iterable([i] * len(own) for i, own in enumerate(self._containers)),
         ]
         self._identities = _C.IdentitySnapshot([*self.modules, *containers, *self.tensors])
+        self._values = [
+            (i, cell, content_of(cell)) for i, own in enumerate(self._variables) for cell in own
+        ]
+
+    def _find_containers(self) -> None:
+        found = list(map(containers_of, self.modules, self.rewired))
+        self._containers = [containers for containers, _ in found]
+        self._variables = [cells for _, cells in found]
+
+    def _changed_variables(self) -> dict[int, None]:
+        """Returns the modules with closures whose variables have other values than before."""
+        now = [(i, cell, content_of(cell)) for i, cell, _ in self._values]
+        # Numbers and text do not matter: a variable that holds such is shared with the replicas.
+        changed = {
+            i: None
+            for (i, _, old), (_, _, new) in zip(self._values, now, strict=True)
+            if old is not new and not ATOMS.issuperset((type(old), type(new)))
+        }
+        self._values = now
+        return changed
+
+
+def _differ(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    return list(map(id, old)) != list(map(id, new))
 
 
 _NOTHING: tuple[list[int], list[int]] = ([], [])

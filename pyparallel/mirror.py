@@ -83,6 +83,8 @@ def mirror(module: nn.Module) -> None:
     owner = weakref.ref(module)
     for kind in _KINDS:
         state[kind] = MirroredEntries(state[kind], owner)
+    if "_former_parameters" in state:
+        state["_former_parameters"] = state["_parameters"]
     # A copy has ordinary dicts, so it must not have the attributes.
     state["__getstate__"] = functools.partial(_state_of, owner)
 

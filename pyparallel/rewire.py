@@ -50,19 +50,23 @@ def attributes_to_rewire(modules: Iterable[nn.Module], tree: Iterable[Any]) -> l
     ]
 
 
-def containers_of(module: nn.Module, rewired: Collection[str]) -> list[Any]:
-    """Returns the lists and dicts in a module's attributes that hold objects, or may come to.
+def containers_of(module: nn.Module, rewired: Collection[str]) -> tuple[list[Any], list[CellType]]:
+    """Returns what holds objects, or may come to, in a module's attributes.
 
     Args:
         module: A module.
         rewired: Its attributes that lead into the tree. Long containers are of interest here only.
+
+    Returns:
+        Lists and dicts, and variables of closures.
     """
     found: list[Any] = []
     for name, value in without_mirror(module).items():
         if name not in _BOUND_ELSEWHERE:
             limit = None if name in rewired else _MAX_WATCHED_ENTRIES
             _collect_containers(value, found, limit, 0)
-    return found
+    cells = [entry for entry in found if type(entry) is CellType]
+    return [entry for entry in found if type(entry) is not CellType], cells
 
 
 def containers_in(values: Iterable[Any]) -> list[Any]:
@@ -70,7 +74,7 @@ def containers_in(values: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     for value in values:
         _collect_containers(value, found, None, 0)
-    return found
+    return [entry for entry in found if type(entry) is not CellType]
 
 
 def _collect_containers(value: Any, found: list[Any], limit: int | None, depth: int) -> None:
@@ -81,6 +85,10 @@ def _collect_containers(value: Any, found: list[Any], limit: int | None, depth: 
         items = value
     elif kind in (dict, OrderedDict):
         items = value.values()
+    elif kind is FunctionType and value.__closure__:
+        cells = [cell for cell in value.__closure__ if not any(cell is other for other in found)]
+        found += cells
+        items = list(map(content_of, cells))
     else:
         return
     if depth > _MAX_DEPTH or (limit is not None and len(items) > limit):
@@ -139,8 +147,8 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
 
 def _rewire_closure(function: FunctionType, substitutes: Mapping[int, Any], depth: int) -> Any:
     """Replaces objects in the variables that a function has from outside; others stay shared."""
-    cells = [cell for cell in function.__closure__ or () if _is_set(cell)]
-    old = [cell.cell_contents for cell in cells]
+    cells = function.__closure__ or ()
+    old = list(map(content_of, cells))
     # Functions refer to each other, or to themselves, so the search ends sooner among them.
     new = [rewire(content, substitutes, depth + 2) for content in old]
     if _same(old, new):
@@ -153,7 +161,7 @@ def _rewire_closure(function: FunctionType, substitutes: Mapping[int, Any], dept
         function.__globals__,
         function.__name__,
         function.__defaults__,
-        tuple(substituted.get(id(cell), cell) for cell in function.__closure__ or ()),
+        tuple(substituted.get(id(cell), cell) for cell in cells),
     )
     result.__kwdefaults__ = function.__kwdefaults__
     for name in functools.WRAPPER_ASSIGNMENTS:
@@ -162,12 +170,12 @@ def _rewire_closure(function: FunctionType, substitutes: Mapping[int, Any], dept
     return result
 
 
-def _is_set(cell: CellType) -> bool:
+def content_of(cell: CellType) -> Any:
+    """Returns the value of a variable of a closure; None if it has none yet."""
     try:
-        _ = cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return False
-    return True
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:

@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 # Attributes that a replica has and the original may lack.
-ADDED_TO_SHELLS = frozenset(("_is_replica", "zero_grad"))
+ADDED_TO_SHELLS = frozenset(("_former_parameters", "_is_replica", "zero_grad"))
 
 
 class PerObject:
@@ -148,6 +148,8 @@ def bind(
             if value is not None:
                 entries[key] = substitutes.get(id(value), value)
         state[kind] = entries
+    # Where torch puts what it takes out of _parameters, and where some programs look for it.
+    state["_former_parameters"] = state["_parameters"]
     for name in names:
         state[name] = rewire(state[name], substitutes)
     if type(replica).zero_grad is nn.Module.zero_grad:

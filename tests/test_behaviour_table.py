@@ -13,7 +13,6 @@ DOCUMENT = TESTS.parent / "docs" / "behaviour.md"
 LAST = 185
 # Shrinks to nothing; one line a section.
 UNFINISHED = {
-    *range(56, 94),  # replicas
     *range(94, 107),  # broadcast of weights
     *range(143, 155),  # collectives
     *range(155, 169),  # gradients and training

@@ -114,6 +114,7 @@ def test_a_module_elsewhere_is_refused_in_torchs_words():
         model(torch.ones(2, 3))
 
 
+@pytest.mark.behaviour(62, 156)
 def test_statistics_of_batch_norm_are_those_of_the_first_chunk():
     net, reference = Net(), Net()
     reference.load_state_dict(net.state_dict())
@@ -124,6 +125,7 @@ def test_statistics_of_batch_norm_are_those_of_the_first_chunk():
     assert net.norm.num_batches_tracked == 1
 
 
+@pytest.mark.behaviour(61, 75)
 def test_what_forward_changes_is_forgotten_but_lists_are_shared():
     class Counter(nn.Module):
         def __init__(self):
@@ -207,6 +209,7 @@ def test_parameters_work_inside_forward():
             assert model(torch.ones(4, 2)).shape == (4, 2)
 
 
+@pytest.mark.behaviour(57, 59)
 def test_without_gradients_the_first_rank_has_the_parameters_themselves():
     net = nn.Linear(2, 2)
     same = []

@@ -142,6 +142,7 @@ def test_copies_work(duplicate):
 # torch.compile.
 
 
+@pytest.mark.behaviour(90)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_torch_compile_around_the_wrapper(n):

@@ -70,6 +70,7 @@ def test_scatter_and_gather_are_twice_differentiable(nranks, sizes, dim, dtype, 
     check(lambda *ts: Gather.apply(comm, 0, dim, *ts), tuple(pieces))
 
 
+@pytest.mark.behaviour(59)
 def test_broadcast_shares_the_roots_memory_and_its_version_counter(communicator):
     weight = leaf(4)
     rows = functions.broadcast(communicator(3), [weight])

@@ -189,6 +189,7 @@ def test_a_term_on_the_parameters_themselves(small):
     compare_grads(model, net)
 
 
+@pytest.mark.behaviour(78)
 def test_hooks_of_parameters_run_once_with_the_sum(small):
     net, model, x = small
     seen = {}

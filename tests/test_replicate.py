@@ -47,6 +47,7 @@ def _on_the_first_device(make_devices):
         yield
 
 
+@pytest.mark.behaviour(70, 71)
 @pytest.mark.report("yolov5#475")
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -84,6 +85,7 @@ def test_parameters_are_real_inside_a_replica(replicas_of):
         assert torch.equal(inner.weight, net.first.weight)
 
 
+@pytest.mark.behaviour(60)
 def test_rank_0_holds_the_buffers_and_frozen_parameters_themselves(replicas_of):
     net = Net()
     net.second.weight.requires_grad_(False)
@@ -96,6 +98,7 @@ def test_rank_0_holds_the_buffers_and_frozen_parameters_themselves(replicas_of):
         assert type(replica.second.weight) is nn.Parameter
 
 
+@pytest.mark.behaviour(59)
 def test_detached_replicas_of_rank_0_hold_the_parameters_themselves(replicas_of):
     net = Net()
     first, *others = replicas_of(net, detach=True)
@@ -104,6 +107,7 @@ def test_detached_replicas_of_rank_0_hold_the_parameters_themselves(replicas_of)
         assert all(p.grad_fn is None for p in replica.parameters())
 
 
+@pytest.mark.behaviour(69)
 def test_shared_modules_and_tied_parameters_stay_shared(replicas_of):
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     net.append(net[0])
@@ -134,6 +138,7 @@ def test_parameters_override_of_the_user_hides_nothing(replicas_of):
         assert replica.first.weight.data_ptr() != net.first.weight.data_ptr() or rank == 0
 
 
+@pytest.mark.behaviour(74)
 @pytest.mark.report("peft#3043")
 def test_attributes_that_lead_into_the_tree_lead_into_the_replica(replicas_of):
     class Wired(Net):
@@ -160,6 +165,7 @@ def test_attributes_that_lead_into_the_tree_lead_into_the_replica(replicas_of):
     assert net.layers[0] is net.first
 
 
+@pytest.mark.behaviour(82)
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_rnn_weights_are_the_replicas_own(kind, replicas_of):
     net = kind(3, 4, num_layers=2, bidirectional=True)
@@ -180,6 +186,7 @@ def test_zero_grad_warns_once_in_torchs_words(replicas_of):
             assert "has no effect" in str(caught[0].message)
 
 
+@pytest.mark.behaviour(91)
 def test_a_replica_can_be_saved(replicas_of):
     buffer = io.BytesIO()
     torch.save(replicas_of(nn.Linear(2, 2), detach=True), buffer)
@@ -187,6 +194,7 @@ def test_a_replica_can_be_saved(replicas_of):
     assert len(torch.load(buffer, weights_only=False)) == N
 
 
+@pytest.mark.behaviour(92)
 def test_no_reference_cycles(replicas_of):
     net = Net()
     gc.collect()
@@ -198,6 +206,7 @@ def test_no_reference_cycles(replicas_of):
         gc.enable()
 
 
+@pytest.mark.behaviour(60, 62)
 def test_in_place_writes_stay_on_rank_0_only(replicas_of):
     net = Net()
     for rank, replica in enumerate(replicas_of(net)):
@@ -216,6 +225,7 @@ def test_a_recorded_write_to_a_parameter_is_refused(replicas_of):
         check_not_modified(replica)
 
 
+@pytest.mark.behaviour(72)
 def test_parameter_lists_and_dicts(replicas_of):
     net = nn.Module()
     net.items = nn.ParameterList([torch.ones(2), torch.ones(3)])
@@ -226,6 +236,7 @@ def test_parameter_lists_and_dicts(replicas_of):
         assert len(list(replica.parameters())) == 3
 
 
+@pytest.mark.behaviour(86)
 @pytest.mark.report("pytorch#11476")
 @pytest.mark.parametrize(
     "wrap",
@@ -249,6 +260,7 @@ def test_parametrized_modules_compute_and_train(wrap, replicas_of):
         torch.testing.assert_close(parameter.grad, expected.grad)
 
 
+@pytest.mark.behaviour(85)
 def test_fx_graph_module(replicas_of):
     class Scaled(nn.Module):
         def __init__(self):
@@ -269,6 +281,7 @@ def test_fx_graph_module(replicas_of):
     assert net.gain.grad is not None and net.block.get_submodule("0").weight.grad is not None
 
 
+@pytest.mark.behaviour(84)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "compiler", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 3))]
@@ -282,6 +295,7 @@ def test_script_modules(compiler, replicas_of):
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
+@pytest.mark.behaviour(84)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_python_modules_below_a_script_module_are_refused(replicas_of):
     class Holder(torch.jit.ScriptModule):
@@ -295,6 +309,7 @@ def test_python_modules_below_a_script_module_are_refused(replicas_of):
         replicas_of(nn.Sequential(holder))
 
 
+@pytest.mark.behaviour(83)
 def test_lazy_modules_are_refused_in_torchs_words(replicas_of):
     text = "Attempted to use an uninitialized parameter in DataParallel: '{}' has no shape yet"
     for lazy, name in (
@@ -375,6 +390,7 @@ def test_no_devices():
     assert replicate(nn.Linear(2, 2), []) == []
 
 
+@pytest.mark.behaviour(88)
 @pytest.mark.report("algorithmic-efficiency#754")
 def test_a_compiled_module_keeps_its_parameters_and_runs_the_replicas(replicas_of):
     module = nn.Linear(3, 3)
@@ -390,6 +406,7 @@ def test_a_compiled_module_keeps_its_parameters_and_runs_the_replicas(replicas_o
     assert compiled._orig_mod is module
 
 
+@pytest.mark.behaviour(89)
 def test_compile_in_place_runs_the_replicas(replicas_of):
     module = nn.Linear(3, 3)
     module.compile(backend="eager")

@@ -104,6 +104,7 @@ def with_closure(model, forward):
     model.forward = lambda x: forward(model, x)
 
 
+@pytest.mark.behaviour(74)
 @pytest.mark.report(
     "trl#6836", "trl#6841", "nncf#3310", "fastai#1435", "peft#805", "peft#1296", "peft#114"
 )
@@ -123,6 +124,7 @@ def test_a_replaced_forward_runs_each_replica(replace):
     torch.testing.assert_close(model.weight.grad, x.sum(0).expand(2, 2))
 
 
+@pytest.mark.behaviour(89)
 @pytest.mark.report("pytorch#94636", "transformers#25152")
 def test_a_compiled_forward_runs_each_replica():
     used = []

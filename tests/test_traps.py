@@ -299,6 +299,7 @@ def flat(rows):
     return [tensor for row in rows for tensor in row]
 
 
+@pytest.mark.behaviour(93)
 def test_a4_outputs_are_the_same_objects_until_something_changes(pair):
     _, model, _ = pair
     first = outputs_of(model)
@@ -706,6 +707,7 @@ def test_a8_references_that_forward_made_do_not_hold_the_replicas(wrap):
     assert len(seen) == N
 
 
+@pytest.mark.behaviour(86)
 def test_a8_old_style_normalization_of_weights(wrap):
     with pytest.warns(FutureWarning):
         net, module = (nn.utils.weight_norm(nn.Linear(3, 4)).double() for _ in range(2))
