@@ -109,14 +109,15 @@ def parallel_apply(
         BaseException: What a module raised, with its traceback and a note that says where.
     """
     if devices is None:
-        devices = [_place(module, args) for module, args in zip(modules, inputs, strict=False)]
+        places = [_place(module, args) for module, args in zip(modules, inputs, strict=False)]
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        kind = next((place.type for place in places if place is not None), default)
+        devices = [torch.device(kind) if place is None else place for place in places]
     return apply.parallel_apply(modules, inputs, kwargs_tup, resolve_devices(devices))
 
 
-def _place(module: nn.Module, args: Any) -> torch.device:
+def _place(module: nn.Module, args: Any) -> torch.device | None:
     tensor = next(chain(module.parameters(), module.buffers()), None)
     if tensor is None:
         tensor = get_a_var(args)
-    if tensor is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return tensor.device
+    return None if tensor is None else tensor.device

@@ -109,6 +109,7 @@ def test_devices_are_found_where_they_were_not_named():
     for module, output in zip(modules, outputs, strict=True):
         torch.testing.assert_close(output, module(torch.ones(1, 2)))
     assert [out[2] for out in parallel.parallel_apply([Place()] * 2, [1, ()])] == [(1,), ()]
+    assert len(parallel.parallel_apply([Place(), modules[0]], [1, *inputs[:1]])) == 2
     assert parallel.parallel_apply([], []) == []
 
 

@@ -91,6 +91,7 @@ def test_methods_of_modules_act_on_the_wrapped_one(net, model):
 
 
 @pytest.mark.behaviour(171)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without GPUs")
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_wrapper_of_gpus_on_a_machine_without(monkeypatch, n):
     with monkeypatch.context() as there:
