@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from pyparallel.absent_gradients import silence_hooks
 from pyparallel.functions import (
     BUCKET_SEQUENCE_NUMBER,
     Rows,
@@ -83,6 +84,7 @@ class Gate(Function):
         """Waits for the sums."""
         with reducing():
             ctx.bucket.wait()
+        silence_hooks([leaf for leaf, _ in ctx.next_functions], grads)
         return (None, *grads)
 
 

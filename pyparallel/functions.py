@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from pyparallel.absent_gradients import silence_hooks
 from pyparallel.communicator import Communicator
 from pyparallel.profiling import reducing
 
@@ -108,6 +109,7 @@ class Broadcast(Function):
                 # Without the function nobody else holds the sums, so .grad takes them without a
                 # copy.
                 sums = ctx.communicator.reduce_add(rows_of(grads, ctx.count))
+        silence_hooks([node for node, _ in ctx.next_functions], sums)
         return (None, *sums)
 
 
