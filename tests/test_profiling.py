@@ -39,6 +39,7 @@ def train(dp, steps):
         dp(torch.ones(8, 4)).sum().backward()
 
 
+@pytest.mark.behaviour(16)
 def test_ranges():
     dp = pyparallel.DataParallel(Slow(), virtual_devices(2))
     train(dp, 1)
