@@ -1,4 +1,4 @@
-"""bench/overhead.py: every row works, wrong values are noticed, and models have their real sizes."""
+"""bench/overhead.py: every row works, wrong values are noticed, models have their real sizes."""
 
 import json
 import sys
