@@ -1,6 +1,7 @@
 """Modules of the wrapped tree among the arguments become the replica's own."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -88,11 +89,29 @@ def test_gradients(through, x):
 def test_replicas_are_used_again(through, x):
     def roots():
         through(through.module, x)
-        seen = [id(replica) for replica, _, _ in through.module.seen]
+        seen = [weakref.ref(replica) for replica, _, _ in through.module.seen]
         through.module.seen.clear()
         return seen
 
-    assert roots() == roots()
+    roots()
+    first, second = roots(), roots()
+    assert all(a() is not None and a() is b() for a, b in zip(first, second, strict=True))
+
+
+def test_what_forward_writes_is_freed_after_it(make_devices):
+    class Keeps(nn.Module):
+        def forward(self, model, x):
+            self.kept = x + 1
+            kept.append(weakref.ref(self.kept))
+            return x
+
+    kept = []
+    devices = make_devices(2)
+    model = Keeps()
+    x = torch.ones(4, device="cpu" if devices[0].startswith("cpu") else devices[0])
+    dp = pyparallel.DataParallel(model, devices)
+    dp(model, x)
+    assert [ref() for ref in kept] == [None, None]
 
 
 def test_replicas_of_another_make():

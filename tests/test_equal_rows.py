@@ -62,6 +62,8 @@ def test_the_first_tensor_decides_between_constants():
         args, _ = scatter(torch.zeros(rows, 2), torch.ones(4, 1))
         assert len(args) == chunks
         assert sum(x.size(0) for x, _ in args) == rows
+    args, _ = scatter(torch.zeros(8, 2), torch.ones(1, 1))
+    assert [x.size(0) for x, _ in args] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("dim", [1, -1])
