@@ -112,10 +112,13 @@ def test_another_dimension(torchs):
 def test_errors_are_of_torchs_class_and_begin_with_its_words(torchs, outputs, error):
     with pytest.raises(error) as caught:
         ours(outputs)
-    with pytest.raises(error) as theirs:
+    try:
         torchs(outputs)
-    if isinstance(outputs[0], dict) and error is ValueError:
-        assert str(caught.value).startswith(str(theirs.value))
+        # Older versions of torch drop what is surplus in a list.
+        assert isinstance(outputs[0], (list, tuple))
+    except error as theirs:
+        if isinstance(outputs[0], dict) and error is ValueError:
+            assert str(caught.value).startswith(str(theirs))
     assert "replica 1" in str(caught.value)
 
 
