@@ -32,8 +32,9 @@ def _check_core() -> None:
 _check_core()
 
 from pyparallel import comm, parallel  # noqa: E402
-from pyparallel.data_parallel import DataParallel, data_parallel  # noqa: E402
+from pyparallel.data_parallel import DataParallel  # noqa: E402
 from pyparallel.devices import virtual_devices  # noqa: E402
+from pyparallel.one_forward import data_parallel  # noqa: E402
 from pyparallel.patch import patched  # noqa: E402
 from pyparallel.scatter_gather import ScalarGatherWarning  # noqa: E402
 

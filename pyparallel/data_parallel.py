@@ -1,4 +1,4 @@
-"""DataParallel, and the same as a function."""
+"""The wrapper: its constructor, and forward with its four steps."""
 
 import functools
 import operator
@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,12 +27,9 @@ from pyparallel.dispatch import Dispatch, Dispatcher
 from pyparallel.engine import Engine, check_module_device
 from pyparallel.parallel_apply import parallel_apply
 from pyparallel.profiling import Steps
-from pyparallel.replicate import check_not_modified, replicate
+from pyparallel.replicate import replicate
 from pyparallel.scatter_gather import gather, scatter_kwargs
 from pyparallel.shells import PerObject
-
-# Of ``data_parallel``, whose wrappers live for one call.
-_dispatchers: WeakKeyDictionary[nn.Module, dict[str, Dispatcher]] = WeakKeyDictionary()
 
 T = TypeVar("T", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -179,22 +175,35 @@ class DataParallel(nn.DataParallel[T]):
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
         if len(self.device_ids) == 1:
-            self._check_module()
-        args, module_kwargs = self._part("scatter", self.scatter, inputs, kwargs, self.device_ids)
+            args, module_kwargs = self._only_share(inputs, kwargs)
+            return self.module(*args, **module_kwargs)
+        return self._run_all(inputs, kwargs)
+
+    @_untraced
+    def _only_share(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        self._check_module()
+        args, module_kwargs = self._shares(inputs, kwargs)
+        return args[0], module_kwargs[0]
+
+    # One untraced step: torch.compile would compile what lies between two of them again and again.
+    @_untraced
+    def _run_all(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs = self._run_replicas(*self._shares(inputs, kwargs))
+        with self._steps.part("gather"):
+            return self.gather(outputs, self.output_device)
+
+    def _shares(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], Sequence[dict[str, Any]]]:
+        with self._steps.part("scatter"):
+            args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
         if not args and not module_kwargs:
             # Without any input the module runs once.
-            args, module_kwargs = ((),), ({},)
-        if len(self.device_ids) == 1:
-            return self.module(*args[0], **module_kwargs[0])
-        outputs = self._run_replicas(args, module_kwargs)
-        return self._part("gather", self.gather, outputs, self.output_device)
+            return ((),), ({},)
+        return args, module_kwargs
 
-    @_untraced
-    def _part(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
-        with self._steps.part(name):
-            return method(*args)
-
-    @_untraced
     def _run_replicas(self, inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> list[Any]:
         with self._steps.part("replicate"):
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
@@ -296,7 +305,6 @@ class DataParallel(nn.DataParallel[T]):
             self._stats_base.content = None
         return engine
 
-    @_untraced
     def _check_module(self) -> None:
         check_module_device(self.module, cast(torch.device, self.src_device_obj))
 
@@ -304,9 +312,16 @@ class DataParallel(nn.DataParallel[T]):
         """An int is a device of this wrapper's kind, whatever the environment says by now."""
         on_gpus = cast(torch.device, self.src_device_obj).type == "cuda"
         kind: Literal["cpu", "cuda"] = "cuda" if on_gpus else "cpu"
-        return resolve_devices(
-            [Device(kind, operator.index(d)) if _is_number(d) else d for d in device_ids]
-        )
+        named = [Device(kind, operator.index(d)) if _is_number(d) else d for d in device_ids]
+        try:
+            return resolve_devices(named)
+        except ValueError as error:
+            if on_gpus and max(self.device_ids) >= torch.cuda.device_count():
+                raise ValueError(
+                    f"{error}. This wrapper was made for the GPUs {self.device_ids}: make another "
+                    "one, around its .module"
+                ) from None
+            raise
 
     def _target(self, output_device: Any) -> Device | None:
         """Where to join outputs, None for host memory."""
@@ -316,59 +331,6 @@ class DataParallel(nn.DataParallel[T]):
         if output_device not in ("cpu", torch.device("cpu")):
             return self._devices([output_device])[0]
         return self._devices(self.device_ids[:1])[0] if kind == "cpu" else None
-
-
-def data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Iterable[DeviceLike] | None = None,
-    output_device: DeviceLike | None = None,
-    dim: int = 0,
-    module_kwargs: dict[str, Any] | None = None,
-    *,
-    split: Split = "chunk",
-    dispatch: Dispatch = "auto",
-) -> Any:
-    """Calls a module on several devices, each with its share of the batch; see ``DataParallel``.
-
-    Args:
-        module: Its parameters and buffers must be on ``device_ids[0]``. It is never moved.
-        inputs: A tuple of positional arguments, or the only one; None for none.
-        device_ids: As for ``DataParallel``.
-        output_device: As for ``DataParallel``.
-        dim: As for ``DataParallel``.
-        module_kwargs: Keyword arguments.
-        split: As for ``DataParallel``.
-        dispatch: As for ``DataParallel``. What "auto" measures is kept for each module.
-
-    Returns:
-        The joined output on ``output_device``.
-    """
-    if not isinstance(inputs, tuple):
-        inputs = () if inputs is None else (inputs,)
-    wrapper: _OneForward = _OneForward.__new__(_OneForward)
-    nn.Module.__init__(wrapper)
-    wrapper._configure(module, device_ids, output_device, dim, split)
-    dispatchers = _dispatchers.setdefault(module, {})
-    wrapper._dispatcher = dispatchers.setdefault(dispatch, Dispatcher(dispatch))
-    return wrapper.forward(*inputs, **(module_kwargs or {}))
-
-
-class _OneForward(DataParallel[nn.Module]):
-    """A wrapper for one call, for which nothing needs to persist."""
-
-    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
-        """Returns new copies."""
-        self._check_module()
-        return replicate(module, self._devices(device_ids), not torch.is_grad_enabled())
-
-    def parallel_apply(
-        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
-    ) -> list[Any]:
-        """Runs the copies."""
-        outputs = super().parallel_apply(replicas, inputs, kwargs)
-        check_not_modified(replicas[0])
-        return outputs
 
 
 def _present_devices(device_ids: Iterable[DeviceLike] | None) -> list[Device]:

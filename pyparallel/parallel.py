@@ -15,8 +15,9 @@ from torch.nn.parallel.parallel_apply import get_a_var
 from pyparallel import parallel_apply as apply
 from pyparallel import replicate as copies
 from pyparallel import scatter_gather
-from pyparallel.data_parallel import DataParallel, data_parallel
+from pyparallel.data_parallel import DataParallel
 from pyparallel.devices import Device, DeviceLike, host_if_minus_1, resolve_devices
+from pyparallel.one_forward import data_parallel
 from pyparallel.placement import destination_device
 
 __all__ = [

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.data_parallel import DataParallel, data_parallel
+from pyparallel.data_parallel import DataParallel
+from pyparallel.one_forward import data_parallel
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are devices there")
 

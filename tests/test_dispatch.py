@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pyparallel
 from pyparallel import timing, virtual_devices, workers
-from pyparallel.data_parallel import _dispatchers
 from pyparallel.devices import Device, resolve_devices
 from pyparallel.dispatch import Dispatcher
+from pyparallel.one_forward import _dispatchers
 from pyparallel.parallel_apply import parallel_apply
 from pyparallel.timing import Timing
 

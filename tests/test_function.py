@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyparallel.data_parallel import data_parallel
 from pyparallel.devices import virtual_devices
+from pyparallel.one_forward import data_parallel
 
 
 class Returns(nn.Module):

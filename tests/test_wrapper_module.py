@@ -104,8 +104,9 @@ def test_a_wrapper_of_gpus_on_a_machine_without(monkeypatch, n):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     model = pickle.loads(saved)
     assert model.device_ids == list(range(n)) and isinstance(model.module, nn.ReLU)
-    with pytest.raises(ValueError, match="cuda:0 is not there: this machine has 0 GPUs"):
+    with pytest.raises(ValueError, match="cuda:0 is not there: this machine has 0 GPUs") as caught:
         model(torch.ones(4))
+    assert f"made for the GPUs {list(range(n))}: make another" in str(caught.value)
     assert DataParallel(model.module, virtual_devices(2))(torch.ones(4)).tolist() == [1] * 4
 
 
