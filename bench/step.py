@@ -57,7 +57,7 @@ class Sizes:
 
 
 FULL = Sizes(layers=12, width=1024, batch=256, bucket_mib=4, steps=25)
-TINY = Sizes(layers=6, width=256, batch=256, bucket_mib=0.2, steps=2)
+TINY = Sizes(layers=6, width=512, batch=64, bucket_mib=1, steps=2)
 
 
 class Training:

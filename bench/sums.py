@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-# Between two looks at the clock, and the part of that time for which the thread must have worked.
+# Seconds between two looks at the clock, and how much the thread must have worked meanwhile: waking
+# up takes less, and no sum does.
 _INTERVAL = 0.0002
-_SHARE = 0.3
+_WORK = 0.00002
 
 
 def sum_thread() -> int:
@@ -61,7 +62,7 @@ def spans_of(samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     """
     spans: list[tuple[float, float]] = []
     for (start, used), (end, more) in pairwise(samples):
-        if more - used < _SHARE * (end - start):
+        if more - used < _WORK:
             continue
         if spans and spans[-1][1] == start:
             spans[-1] = spans[-1][0], end
