@@ -50,9 +50,9 @@ def with_own_modules(
 
 def _may_lead_to_module(value: Any) -> bool:
     kind = type(value)
-    if kind in (list, tuple):
+    if kind is list or isinstance(value, tuple):
         return any(map(_may_lead_to_module, value))
-    if kind is dict:
+    if isinstance(value, dict):
         return any(map(_may_lead_to_module, value.values()))
     if kind is FunctionType:
         return bool(value.__closure__)

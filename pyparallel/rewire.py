@@ -1,13 +1,13 @@
 """Makes attributes of a replica that point into the original's tree point into its own.
 
-Modules, parameters and buffers are found in attributes, and in lists, tuples, dicts, partial
-functions, bound methods, weak references and the variables of closures there, as decorators make
-them. Other objects are left as they are.
+Modules, parameters and buffers are found in attributes, and there in lists, tuples, named tuples,
+dicts, ordered dicts and default dicts, partial functions, bound methods, weak references, and the
+variables of closures, as decorators make them. Other objects are left as they are.
 """
 
 import functools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from types import CellType, FunctionType, MethodType, NoneType
@@ -22,6 +22,8 @@ _MAX_DEPTH = 8
 
 # Types of values that lead nowhere.
 ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
+
+_DICTS = (dict, OrderedDict, defaultdict)
 
 # Replicas share the hooks with the original, as in torch: a hook that is a bound method, and keeps
 # what it sees, must keep it where the user looks for it. The tree itself is bound by replicate.
@@ -81,9 +83,9 @@ def _collect_containers(value: Any, found: list[Any], limit: int | None, depth: 
     kind = type(value)
     if kind is functools.partial:
         items: Any = (*value.args, *value.keywords.values())
-    elif kind in (list, tuple):
+    elif kind is list or _is_plain_tuple(kind):
         items = value
-    elif kind in (dict, OrderedDict):
+    elif kind in _DICTS:
         items = value.values()
     elif kind is FunctionType and value.__closure__:
         cells = [cell for cell in value.__closure__ if not any(cell is other for other in found)]
@@ -94,7 +96,7 @@ def _collect_containers(value: Any, found: list[Any], limit: int | None, depth: 
     if depth > _MAX_DEPTH or (limit is not None and len(items) > limit):
         return
     if not items or not ATOMS.issuperset(map(type, items)):
-        if kind in (list, dict, OrderedDict):
+        if kind is list or kind in _DICTS:
             found.append(value)
         for item in items:
             _collect_containers(item, found, limit, depth + 1)
@@ -127,22 +129,27 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
         return partial
     if kind is FunctionType and value.__closure__:
         return _rewire_closure(value, substitutes, depth)
-    if kind in (list, tuple):
+    if kind is list or _is_plain_tuple(kind):
         if ATOMS.issuperset(map(type, value)):
             return value
         items = [rewire(item, substitutes, depth + 1) for item in value]
-        return value if _same(value, items) else kind(items)
-    if kind in (dict, OrderedDict):
+        return value if _same(value, items) else getattr(kind, "_make", kind)(items)
+    if kind in _DICTS:
         flat = list(chain(value.keys(), value.values()))
         if ATOMS.issuperset(map(type, flat)):
             return value
         items = [rewire(item, substitutes, depth + 1) for item in flat]
-        return (
-            value
-            if _same(flat, items)
-            else kind(zip(items[: len(value)], items[len(value) :], strict=True))
-        )
+        if _same(flat, items):
+            return value
+        is_default = kind is defaultdict
+        result: Any = defaultdict(value.default_factory) if is_default else kind()
+        result.update(zip(items[: len(value)], items[len(value) :], strict=True))
+        return result
     return value
+
+
+def _is_plain_tuple(kind: type) -> bool:
+    return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make"))
 
 
 def _rewire_closure(function: FunctionType, substitutes: Mapping[int, Any], depth: int) -> Any:

@@ -2,11 +2,11 @@
 
 import functools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, namedtuple
 
 from torch import nn
 
-from pyparallel.rewire import attributes_to_rewire, rewire
+from pyparallel.rewire import attributes_to_rewire, containers_in, rewire
 
 
 class Owner(nn.Module):
@@ -16,6 +16,7 @@ class Owner(nn.Module):
 
 OLD, NEW, OTHER = Owner(), Owner(), Owner()
 SUBSTITUTES = {id(OLD): NEW}
+Pair = namedtuple("Pair", ["first", "second"])
 
 
 def test_objects_of_the_tree_are_replaced_in_every_container():
@@ -26,6 +27,11 @@ def test_objects_of_the_tree_are_replaced_in_every_container():
     assert type(ordered) is OrderedDict
     assert list(ordered.items()) == [("z", NEW), ("a", 1)]
     assert rewire(weakref.ref(OLD), SUBSTITUTES)() is NEW
+    default = rewire(defaultdict(list, a=[OLD]), SUBSTITUTES)
+    assert default == {"a": [NEW]} and default["b"] == []
+    assert containers_in([Pair(1, defaultdict(list, a=[OLD]))]) == [{"a": [OLD]}, [OLD]]
+    assert rewire(Pair(OLD, 1), SUBSTITUTES) == Pair(NEW, 1)
+    assert type(rewire([Pair(1, [OLD])], SUBSTITUTES)[0]) is Pair
 
 
 def test_bound_methods_and_partial_functions():
