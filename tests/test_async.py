@@ -104,6 +104,7 @@ def test_deleting_the_communicator_waits():
         s.check()
 
 
+@pytest.mark.behaviour(153)
 def test_other_threads_run_python_meanwhile(core):
     """The GIL is free while a call waits."""
     ticks = 0

@@ -18,6 +18,7 @@ def tensor_of(mib, dtype=torch.float32, requires_grad=True):
     return torch.empty(count, dtype=dtype, device="meta").requires_grad_(requires_grad)
 
 
+@pytest.mark.behaviour(94)
 def test_first_bucket_is_small_and_the_last_tensors_come_first():
     tensors = [tensor_of(10) for _ in range(8)] + [tensor_of(0.5), tensor_of(0.5)]
     # 1 MiB is full after two halves, 25 MiB after three tens.

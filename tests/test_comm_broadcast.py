@@ -13,6 +13,7 @@ def where(device):
     return torch.device("cpu" if device.startswith("cpu") else device)
 
 
+@pytest.mark.behaviour(143)
 @pytest.mark.parametrize("dtype", COPIED, ids=str)
 def test_broadcast(devices, dtype, put):
     source = put(values(dtype, 3, 5), devices[0])
@@ -26,6 +27,7 @@ def test_broadcast(devices, dtype, put):
         assert not overlap(copy, source)
 
 
+@pytest.mark.behaviour(146)
 def test_broadcast_keeps_channels_last(devices, put):
     source = put(
         values(torch.float32, 2, 3, 4, 4).to(memory_format=torch.channels_last), devices[0]
@@ -33,6 +35,7 @@ def test_broadcast_keeps_channels_last(devices, put):
     assert all(c.stride() == source.stride() for c in comm.broadcast(source, devices))
 
 
+@pytest.mark.behaviour(146)
 def test_complex_tensors_stay_complex(devices, put):
     source = put(values(torch.complex64, 4), devices[0]).conj()
     for copy in comm.broadcast(source, devices):
@@ -57,6 +60,7 @@ def test_ints_and_bare_names(monkeypatch):
         comm.broadcast(x, [0, 2])
 
 
+@pytest.mark.behaviour(143)
 def test_exactly_one_of_devices_and_out():
     x = torch.ones(1)
     with pytest.raises(
@@ -69,6 +73,7 @@ def test_exactly_one_of_devices_and_out():
         comm.broadcast(x, ["cpu:0"], out=[x])
 
 
+@pytest.mark.behaviour(145)
 @pytest.mark.parametrize(
     "devices, error, text",
     [
@@ -87,6 +92,7 @@ def test_bad_devices(devices, error, text):
         comm.broadcast(torch.ones(1), devices)
 
 
+@pytest.mark.behaviour(154)
 def test_bad_sources():
     with pytest.raises(
         ValueError, match="expected a tensor of rank 0 on cpu:0, but got one on meta"
@@ -96,6 +102,7 @@ def test_bad_sources():
         comm.broadcast([1.0], ["cpu:0"])
 
 
+@pytest.mark.behaviour(144)
 @pytest.mark.parametrize("dtype", COPIED, ids=str)
 def test_out(devices, dtype, put):
     source = put(values(dtype, 3, 5), devices[0])
@@ -117,6 +124,7 @@ def test_out_from_a_transposed_source_and_with_the_source_among_them(devices, pu
     assert comm.broadcast(source, out=[]) == ()
 
 
+@pytest.mark.behaviour(144)
 def test_bad_outputs(make_devices, put):
     names = make_devices(2)
     x, good = put(torch.ones(2, 3), names[0]), put(torch.zeros(2, 3), names[0])
@@ -139,6 +147,7 @@ def test_bad_outputs(make_devices, put):
 # Coalesced
 
 
+@pytest.mark.behaviour(96, 98, 147)
 def test_coalesced_mixed_dtypes_and_layouts(devices, put):
     sources = [
         put(values(torch.float32, 7), devices[0]),
@@ -172,6 +181,7 @@ def test_buffer_size_bounds_what_shares_memory(make_devices, put, buffer_size, b
     assert [list(dict.fromkeys(storages)).index(s) for s in storages] == buffers
 
 
+@pytest.mark.behaviour(147)
 def test_coalesced_version_counters(make_devices, put):
     names = make_devices(2)
     row = comm.broadcast_coalesced([put(torch.ones(3), names[0]) for _ in range(3)], names)[1]
@@ -180,10 +190,12 @@ def test_coalesced_version_counters(make_devices, put):
     assert [t._version - v for t, v in zip(row, versions, strict=True)] == [0, 1, 0]
 
 
+@pytest.mark.behaviour(100)
 def test_coalesced_of_nothing(devices):
     assert comm.broadcast_coalesced([], devices) == [[] for _ in devices]
 
 
+@pytest.mark.behaviour(97)
 def test_coalesced_errors(make_devices, put):
     names = make_devices(2)
     x = put(torch.ones(1), names[0])

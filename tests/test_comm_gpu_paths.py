@@ -112,6 +112,7 @@ def test_broadcast_from_the_host(simulated):
     assert all((o == x).all() for o in outputs)
 
 
+@pytest.mark.behaviour(144)
 def test_outputs_on_the_cpu_are_refused(simulated):
     text = "to be CUDA tensors, but output tensor at index 1 has device 'cpu'"
     with pytest.raises(RuntimeError, match=text):
@@ -143,6 +144,7 @@ def test_scatter_from_the_host(simulated):
     assert torch.equal(torch.cat([torch.Tensor(o) for o in outputs], 1), x)
 
 
+@pytest.mark.behaviour(152)
 @pytest.mark.parametrize(
     "destination, ranks", [(0, [0, 2]), (None, [0, 2, 1]), (3, [0, 2, 3]), ("cpu", [0, 2])]
 )

@@ -15,6 +15,7 @@ def where(device):
     return torch.device("cpu" if device.startswith("cpu") else device)
 
 
+@pytest.mark.behaviour(150)
 @pytest.mark.parametrize("batch", [0, 1, 2, 5, 6, 9, 13])
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
 def test_default_chunks_are_those_of_torch(devices, batch, dim, put):
@@ -41,6 +42,7 @@ def test_any_dtype(devices, dtype, put):
     assert same_bits(comm.gather(chunks, 0, devices[0]), source)
 
 
+@pytest.mark.behaviour(151)
 @pytest.mark.parametrize("sizes", [[4, 0, 1], [0, 0, 5], [1, 3, 1]], ids=str)
 @pytest.mark.parametrize("dim", [0, -1])
 def test_chunk_sizes(make_devices, put, sizes, dim):
@@ -76,6 +78,7 @@ def test_leaves_are_not_recorded(devices, put):
     assert not comm.gather([c.requires_grad_() for c in chunks], 0, devices[0]).requires_grad
 
 
+@pytest.mark.behaviour(150)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_scatter_out(devices, dim, put):
     sizes = [3, 0, 1, 2, 4][: len(devices)]
@@ -110,6 +113,7 @@ def test_streams_of_virtual_devices_are_none():
             comm.scatter(torch.ones(2), streams=streams, out=[torch.ones(1), torch.ones(1)])
 
 
+@pytest.mark.behaviour(150)
 @pytest.mark.parametrize(
     "arguments, error, text",
     [
@@ -175,6 +179,7 @@ def test_scalars_cannot_be_cut():
 # Gather
 
 
+@pytest.mark.behaviour(152)
 def test_gather_destinations_of_virtual_devices(monkeypatch):
     tensors = [torch.full((1, 2), float(r)) for r in range(3)]
     expected = torch.cat(tensors)
@@ -216,6 +221,7 @@ def test_gather_out(devices, dim, put):
         assert torch.equal(output.cpu(), expected)
 
 
+@pytest.mark.behaviour(152)
 def test_gather_errors(make_devices, put):
     names = make_devices(2)
     x, y = (put(torch.ones(2, 3), d) for d in names)

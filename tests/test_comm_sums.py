@@ -31,6 +31,7 @@ def terms_on(devices, put, dtype, *shape):
     return [put(values(dtype, *shape, seed=r), d) for r, d in enumerate(devices)]
 
 
+@pytest.mark.behaviour(148)
 @pytest.mark.report("pytorch#2573", "pytorch#1782")
 @pytest.mark.parametrize("dtype", ADDED, ids=str)
 def test_reduce_add(devices, dtype, put):
@@ -44,6 +45,7 @@ def test_reduce_add(devices, dtype, put):
     assert all(same_bits(a, b) for a, b in zip(inputs, before, strict=True))
 
 
+@pytest.mark.behaviour(148)
 def test_destinations_of_virtual_devices():
     inputs = [torch.full((2,), float(r)) for r in range(3)]
     for destination in (None, 0, 2, "cpu", "cpu:1", torch.device("cpu"), torch.device("cpu:2")):
@@ -59,6 +61,7 @@ def test_destinations_of_virtual_devices():
         comm.reduce_add(inputs, 1.5)
 
 
+@pytest.mark.behaviour(148)
 def test_one_input_is_returned_as_it_is(make_devices, put):
     (name,) = make_devices(1)
     x = put(torch.ones(3), name)
@@ -72,6 +75,7 @@ def test_leaves_may_be_added(devices, put):
     assert len(devices) == 1 or not total.requires_grad
 
 
+@pytest.mark.behaviour(148)
 def test_sparse_inputs(devices, put):
     inputs = [put(torch.tensor([0.0, 2.0]), d).to_sparse() for d in devices]
     total = comm.reduce_add(inputs, devices[0])
@@ -79,6 +83,7 @@ def test_sparse_inputs(devices, put):
     assert total.to_dense().tolist() == [0, 2.0 * len(devices)]
 
 
+@pytest.mark.behaviour(148)
 def test_reduce_add_errors(make_devices, put):
     names = make_devices(2)
     x, y = (put(torch.ones(3, 3), d) for d in names)
@@ -99,6 +104,7 @@ def test_reduce_add_errors(make_devices, put):
 # Coalesced
 
 
+@pytest.mark.behaviour(149)
 def test_coalesced(devices, put):
     shapes = [(torch.float32, (3, 5)), (torch.int64, (4,)), (torch.float32, ()), (torch.bool, (2,))]
     shapes += [(torch.float32, (0,)), (torch.bfloat16, (9,)), (torch.complex64, (3,))]
@@ -119,6 +125,7 @@ def test_coalesced(devices, put):
         assert sums[2]._version == version
 
 
+@pytest.mark.behaviour(149)
 def test_coalesced_sparse_stays_sparse_only_where_all_are(devices, put):
     dense = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     inputs = []

@@ -277,7 +277,7 @@ def test_no_reference_cycles():
         gc.enable()
 
 
-@pytest.mark.behaviour(185)
+@pytest.mark.behaviour(99, 185)
 @pytest.mark.report(
     "pytorch#69200", "pytorch#12277", "pytorch#4391", "pytorch-scripts#19", "SelfPAB#1"
 )

@@ -8,6 +8,7 @@ from pyparallel.flat import ALIGNMENT, FlatLayout
 CPU = torch.device("cpu")
 
 
+@pytest.mark.behaviour(95)
 def test_offsets_are_aligned_and_do_not_overlap():
     layout = FlatLayout([torch.empty(n, dtype=torch.float64) for n in (1, 0, 64, 65, 3)])
     assert layout.nbytes == [8, 0, 512, 520, 24]
@@ -15,6 +16,7 @@ def test_offsets_are_aligned_and_do_not_overlap():
     assert layout.nonempty == [0, 2, 3, 4]
 
 
+@pytest.mark.behaviour(95)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.complex128])
 def test_tensors_lie_at_their_offsets(dtype):
     tensors = [

@@ -160,6 +160,7 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.behaviour(101)
 def test_sums_start_while_backward_still_runs(monkeypatch, make_devices):
     monkeypatch.setattr(bucket, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(bucket, "BUCKET_BYTES", 1)

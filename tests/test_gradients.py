@@ -78,6 +78,7 @@ def pair(dtype=torch.float64):
     return reference, copy.deepcopy(reference)
 
 
+@pytest.mark.behaviour(155)
 @pytest.mark.usefixtures("_buckets")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
@@ -127,6 +128,7 @@ def compare_grads(model, net):
             close(a.grad, b.grad)
 
 
+@pytest.mark.behaviour(159)
 def test_autograd_grad_of_parameters_and_input(small):
     net, model, x = small
     x.requires_grad_()
@@ -136,6 +138,7 @@ def test_autograd_grad_of_parameters_and_input(small):
         close(a, b)
 
 
+@pytest.mark.behaviour(158)
 def test_gradient_penalty(small):
     net, model, x = small
     for m in (net, model):
@@ -145,6 +148,7 @@ def test_gradient_penalty(small):
     compare_grads(model, net)
 
 
+@pytest.mark.behaviour(158)
 def test_double_and_triple_backward_through_the_parameters(small):
     net, model, x = small
     for m in (net, model):
@@ -173,6 +177,7 @@ def test_a_forward_without_gradients_between_forward_and_backward(small):
     compare_grads(model, net)
 
 
+@pytest.mark.behaviour(159)
 def test_retain_graph(small):
     net, model, x = small
     for m in (net, model):
@@ -232,6 +237,7 @@ def test_a_module_that_only_some_ranks_use(make_devices):
     compare_grads(model, net)
 
 
+@pytest.mark.behaviour(160)
 @pytest.mark.report("pytorch#1456")
 def test_sparse_gradients(make_devices):
     net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2)).double()
@@ -267,6 +273,7 @@ def test_a_weight_with_sparse_and_dense_gradients(make_devices):
     close(*[g.to_dense() if g.is_sparse else g for g in grads])
 
 
+@pytest.mark.behaviour(161)
 def test_channels_last(make_devices):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 2)).double()
     net = net.to(memory_format=torch.channels_last)
@@ -280,6 +287,7 @@ def test_channels_last(make_devices):
         assert a.grad.stride() == b.grad.stride() == a.stride()
 
 
+@pytest.mark.behaviour(164)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_around_and_inside(small, use_reentrant, make_devices):
     class Inside(Small):
@@ -333,6 +341,7 @@ def test_an_error_in_backward_leaves_no_gradient_and_the_next_backward_works(sma
     compare_grads(model, net)
 
 
+@pytest.mark.behaviour(155)
 def test_one_step_of_adam_equals_one_devices(small):
     net, model, x = small
     for m in (net, model):

@@ -118,6 +118,7 @@ def test_shared_modules_and_tied_parameters_stay_shared(replicas_of):
         assert len(list(replica.parameters())) == 3
 
 
+@pytest.mark.behaviour(162)
 def test_buffers_that_require_a_gradient_get_one(replicas_of):
     net = nn.Module()
     net.register_buffer("table", torch.ones(2, requires_grad=True))

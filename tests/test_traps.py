@@ -84,6 +84,7 @@ def _late_sums(monkeypatch):
 # A1: bucket nodes have high sequence numbers. Without, their sums start after the last gradient.
 
 
+@pytest.mark.behaviour(101)
 def test_a1_a_sum_starts_as_soon_as_its_last_gradient_exists(wrap, monkeypatch):
     monkeypatch.setattr(bucket, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(bucket, "BUCKET_BYTES", 1)
@@ -727,6 +728,7 @@ def test_a8_old_style_normalization_of_weights(wrap):
 # A9: the wrapper is an nn.DataParallel, which torch refuses at the top only.
 
 
+@pytest.mark.behaviour(166)
 def test_a9_functional_call_works_around_the_wrapper(pair):
     net, model, x = pair
     with pytest.raises(RuntimeError, match="can't be used with nn.DataParallel"):
