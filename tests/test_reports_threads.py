@@ -107,15 +107,14 @@ def test_the_current_device_is_that_of_the_replica(dispatch, make_devices):
 @pytest.mark.parametrize("dispatch", ["threads", "sequential"])
 def test_an_interrupted_cell_leaves_a_usable_wrapper(dispatch):
     """As when a notebook's stop button is pressed in the middle of a step."""
-    started = threading.Event()
+    started, stopped = threading.Event(), threading.Event()
 
     class Endless(nn.Linear):
-        endless = True
-
         def forward(self, x):
-            end = time.monotonic() + (0.4 if self.endless else 0)
-            while time.monotonic() < end:
-                started.set()
+            started.set()
+            end = time.monotonic() + 20
+            while not stopped.is_set() and time.monotonic() < end:
+                pass
             return super().forward(x)
 
     model, x = Endless(2, 2), torch.randn(6, 2)
@@ -124,13 +123,14 @@ def test_an_interrupted_cell_leaves_a_usable_wrapper(dispatch):
     def press_stop():
         started.wait(10)
         _thread.interrupt_main()
+        time.sleep(0.05)
+        stopped.set()  # running workers cannot be stopped, and are waited for
 
     stopper = threading.Thread(target=press_stop)
     stopper.start()
     with pytest.raises(KeyboardInterrupt):
         dp(x)
     stopper.join()
-    model.endless = False
     for _ in range(3):
         model.zero_grad()
         out = dp(x)
