@@ -268,7 +268,8 @@ def test_the_profiler_names_the_forward():
 
 def test_no_reference_cycles():
     model = DataParallel(Net(), virtual_devices(3))
-    gc.collect()
+    while gc.collect():  # what torch.compile left in other tests takes several rounds
+        pass
     gc.disable()
     try:
         model(torch.randn(6, 3)).sum().backward()
