@@ -49,6 +49,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.behaviour(36)
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_each_replica_gets_its_own(name, keyword, through, x):
