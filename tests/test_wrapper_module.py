@@ -148,6 +148,20 @@ def test_the_first_gpu_may_be_any(make_devices):
     assert {i: torch.cuda.memory_reserved(i) for i in unnamed} == before
 
 
+@pytest.mark.cuda
+@pytest.mark.behaviour(173)
+def test_a_wrapper_inside_of_a_wrapper_of_gpus(net, make_devices):
+    devices = make_devices(2)
+    inner = DataParallel(net.to(devices[0]), devices)
+    outer = DataParallel(nn.Sequential(inner), devices)
+    x = torch.randn(8, 3)
+    if len(set(devices)) == 1:
+        assert outer(x).shape == (8, 2)
+    else:
+        with pytest.raises(RuntimeError, match=f"found one of them on device: {devices[1]}"):
+            outer(x)
+
+
 @pytest.mark.behaviour(181)
 def test_a_module_that_uses_no_input_runs_on_all_used_devices():
     class Ignores(nn.Module):
