@@ -81,10 +81,12 @@ void Communicator::broadcast(u32 root, std::span<const void* const> sources,
   const Algorithm& chosen = choose(Collective::kBroadcast, bytes, 1, one_piece, streams, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0 || nranks_ == 1) return raise_failure();
-    run_plan(
-        plan_broadcast(chosen.event_algorithm, nranks_, root, segments, plan_runner_->staging()),
-        {sources, 0, destinations}, DType::kFloat32, streams);
-    return;
+    EventPlan& plan = broadcast_plan_.get(
+        {chosen.event_algorithm, root, 1, segments, {}}, [&](EventPlan storage) {
+          return plan_broadcast(chosen.event_algorithm, nranks_, root, segments,
+                                plan_runner_->staging(), std::move(storage));
+        });
+    return run_plan(plan, {sources, 0, destinations}, DType::kFloat32, streams);
   }
   PP_CHECK_ARG(one_piece, "broadcast: ", chosen.name, " takes one segment, not ", segments.size());
   FlagBuffers buffers;
@@ -109,10 +111,14 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources,
     if (sum.bytes == 0) return raise_failure();
     std::array<void*, kMaxRanks> outputs{};
     outputs[root] = destination;
-    run_plan(plan_reduce_add(sum.algorithm->event_algorithm, nranks_, root, segments, sum.present,
-                             element_bytes(dtype), plan_runner_->staging()),
-             {sources, nsegments, outputs}, dtype, streams);
-    return;
+    const u32 element = element_bytes(dtype);
+    const EventAlgorithm event_algorithm = sum.algorithm->event_algorithm;
+    EventPlan& plan = sum_plan_.get(
+        {event_algorithm, root, element, segments, sum.present}, [&](EventPlan storage) {
+          return plan_reduce_add(event_algorithm, nranks_, root, segments, sum.present, element,
+                                 plan_runner_->staging(), std::move(storage));
+        });
+    return run_plan(plan, {sources, nsegments, outputs}, dtype, streams);
   }
   FlagBuffers buffers;
   for (u32 rank = 0; rank < nranks_ && sum.bytes != 0; ++rank)
@@ -179,10 +185,9 @@ void Communicator::all_reduce(std::span<const void* const> sources,
       choose(Collective::kAllReduce, bytes, element_bytes(dtype), true, streams, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
-    run_plan(plan_all_reduce(chosen.event_algorithm, nranks_, bytes, element_bytes(dtype),
-                             plan_runner_->staging()),
-             {sources, 1, destinations}, dtype, streams);
-    return;
+    EventPlan plan = plan_all_reduce(chosen.event_algorithm, nranks_, bytes, element_bytes(dtype),
+                                     plan_runner_->staging());
+    return run_plan(plan, {sources, 1, destinations}, dtype, streams);
   }
   FlagBuffers buffers;
   for (u32 rank = 0; rank < nranks_; ++rank) {
@@ -208,8 +213,8 @@ void Communicator::scatter(u32 root, const void* source, u64 rows, u64 pitch,
   }
   if (skip == (1u << nranks_) - 1) return raise_failure();
   PP_CHECK_ARG(source, "scatter: the source of ", rows, " rows of ", pitch, " bytes is null");
-  run_plan(plan_scatter(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging()),
-           {{&source, 1}, 0, destinations}, DType::kFloat32, streams);
+  EventPlan plan = plan_scatter(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging());
+  run_plan(plan, {{&source, 1}, 0, destinations}, DType::kFloat32, streams);
 }
 
 void Communicator::gather(u32 root, std::span<const void* const> sources, u64 rows, u64 pitch,
@@ -232,8 +237,8 @@ void Communicator::gather(u32 root, std::span<const void* const> sources, u64 ro
                " bytes is null");
   std::array<void*, kMaxRanks> outputs{};
   outputs[root] = destination;
-  run_plan(plan_gather(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging()),
-           {sources, 1, outputs}, DType::kFloat32, streams);
+  EventPlan plan = plan_gather(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging());
+  run_plan(plan, {sources, 1, outputs}, DType::kFloat32, streams);
 }
 
 }  // namespace pyparallel

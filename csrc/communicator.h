@@ -10,6 +10,7 @@
 
 #include "backend/backend.h"
 #include "connection_set.h"
+#include "last_plan.h"
 #include "plan_runner.h"
 #include "selection.h"
 
@@ -108,7 +109,7 @@ class Communicator {
   Sum check_sum(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
                 const void* destination, DType dtype, std::span<const StreamHandle> streams,
                 std::string_view algorithm) const;
-  void run_plan(EventPlan plan, const PlanBuffers& buffers, DType dtype,
+  void run_plan(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
                 std::span<const StreamHandle> streams);
   void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes,
                    DType dtype, const FlagBuffers& buffers, std::span<const StreamHandle> streams);
@@ -124,6 +125,7 @@ class Communicator {
   std::atomic<bool> closed_{false};
 
   std::unique_ptr<PlanRunner> plan_runner_;
+  LastPlan broadcast_plan_, sum_plan_;
   std::unique_ptr<ConnectionSet>
       connections_;  // made by the first flag-ordered operation, replaced after a failure
   // Poisoned sets, kept until the work that may use them has finished.

@@ -7,6 +7,15 @@
 #include "launch_group.h"
 
 namespace pyparallel {
+namespace {
+
+Task task_of(const Move& move, void* const* places, DType dtype) {
+  return {
+      places,         places + move.nsources, move.nsources,          move.ndestinations, move.rows,
+      move.row_bytes, move.source_pitch,      move.destination_pitch, move.sum,           dtype};
+}
+
+}  // namespace
 
 PlanRunner::PlanRunner(Backend& backend, u32 nranks, u64 stage_slot_bytes)
     : backend_(backend), nranks_(nranks), stage_slot_bytes_(stage_slot_bytes) {}
@@ -17,7 +26,10 @@ PlanRunner::~PlanRunner() {
   }
 }
 
-PlanRunner::Stages& PlanRunner::stages_of(const EventPlan& plan) {
+const PlanRunner::Stages& PlanRunner::stages_of(const EventPlan& plan) {
+  const auto staged = [](const Place& place) { return place.memory == Memory::kStage; };
+  const bool none = std::none_of(plan.places.begin(), plan.places.end(), staged);
+  if (none) return shared_stages_;  // nobody looks
   const std::array<u32, kMaxRanks> users = stage_users(plan);
   const auto neighbours = [this](u32 rank) {
     return RankSet{1} << (rank + 1) % nranks_ | RankSet{1} << (rank + nranks_ - 1) % nranks_;
@@ -67,13 +79,13 @@ void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
     std::stable_sort(plan.moves.begin(), plan.moves.end(), in_order);
   }
   const Stages& stages = stages_of(plan);
-  pointers_.clear();
-  for (const Place& place : plan.places) pointers_.push_back(address(place, buffers, stages));
-  tasks_.clear();
-  for (const Move& move : plan.moves) {
-    void* const* places = pointers_.data() + move.first_place;
-    tasks_.push_back({places, places + move.nsources, move.nsources, move.ndestinations, move.rows,
-                      move.row_bytes, move.source_pitch, move.destination_pitch, move.sum, dtype});
+  pointers_.resize(plan.places.size());
+  for (size_t i = 0; i < pointers_.size(); ++i)
+    pointers_[i] = address(plan.places[i], buffers, stages);
+  tasks_.resize(plan.moves.size());
+  for (size_t i = 0; i < tasks_.size(); ++i) {
+    const Move& move = plan.moves[i];
+    tasks_[i] = task_of(move, pointers_.data() + move.first_place, dtype);
   }
   LaunchGroup group(backend_, streams);
   for (size_t i = 0; i < tasks_.size();) {

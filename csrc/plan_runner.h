@@ -31,7 +31,7 @@ class PlanRunner {
  private:
   using Stages = std::vector<void*>;  // one region a rank; empty until a plan needs them
 
-  Stages& stages_of(const EventPlan& plan);
+  const Stages& stages_of(const EventPlan& plan);
   void* address(const Place& place, const PlanBuffers& buffers, const Stages& stages) const;
 
   Backend& backend_;

@@ -1,6 +1,8 @@
 // From algorithms to the functions that plan them, and what a plan touches.
 #include "event_plan.h"
 
+#include <utility>
+
 #include "../check.h"
 #include "plan_algorithms.h"
 #include "plan_builder.h"
@@ -8,11 +10,11 @@
 namespace pyparallel {
 
 EventPlan plan_broadcast(EventAlgorithm algorithm, u32 nranks, u32 root,
-                         std::span<const Segment> segments, Staging staging) {
+                         std::span<const Segment> segments, Staging staging, EventPlan storage) {
   check_staging(staging, 1);
   switch (algorithm) {
     case EventAlgorithm::kPush:
-      return push_plan(nranks, root, segments, staging);
+      return push_plan(nranks, root, segments, staging, std::move(storage));
     case EventAlgorithm::kTwoHop:
       return two_hop_plan(nranks, root, segments, staging,
                           two_hop_chunk_bytes(span_of(segments).bytes));
@@ -25,11 +27,11 @@ EventPlan plan_broadcast(EventAlgorithm algorithm, u32 nranks, u32 root,
 
 EventPlan plan_reduce_add(EventAlgorithm algorithm, u32 nranks, u32 root,
                           std::span<const Segment> segments, std::span<const u32> present,
-                          u32 element_bytes, Staging staging) {
+                          u32 element_bytes, Staging staging, EventPlan storage) {
   check_staging(staging, element_bytes);
   switch (algorithm) {
     case EventAlgorithm::kOwner:
-      return owner_reduce(nranks, root, segments, present, staging);
+      return owner_reduce(nranks, root, segments, present, staging, std::move(storage));
     case EventAlgorithm::kCopyChain:
       return copy_chain_reduce(nranks, root, segments, present, staging.slot_bytes);
     default:

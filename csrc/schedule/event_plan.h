@@ -59,6 +59,7 @@ struct EventPlan {
 // One tensor inside a flat buffer: where it starts and how long it is, in bytes.
 struct Segment {
   u64 offset, bytes;
+  bool operator==(const Segment&) const = default;
 };
 
 // `direct`: a plan that can do without stages does.
@@ -78,16 +79,19 @@ enum class EventAlgorithm : u8 {
 };
 
 // Root's segments to every other rank's flat output at the segments' offsets. Segments ascend and
-// do not overlap; bytes of the outputs between segments are not touched.
+// do not overlap; bytes of the outputs between segments are not touched. `storage` is a plan that
+// nobody needs: the new one takes its memory, because with thousands of segments it takes longer to
+// get memory from the system than to plan.
 EventPlan plan_broadcast(EventAlgorithm algorithm, u32 nranks, u32 root,
-                         std::span<const Segment> segments, Staging staging);
+                         std::span<const Segment> segments, Staging staging,
+                         EventPlan storage = {});
 
 // Sums the ranks' segments in rank order into root's flat output. Bit r of present[k]: rank r has
 // segment k; at least one rank has each. Owners of shards are the n - 1 other ranks (the only rank
 // when nranks is 1).
 EventPlan plan_reduce_add(EventAlgorithm algorithm, u32 nranks, u32 root,
                           std::span<const Segment> segments, std::span<const u32> present,
-                          u32 element_bytes, Staging staging);
+                          u32 element_bytes, Staging staging, EventPlan storage = {});
 
 // Every rank's contiguous input summed in rank order into every rank's output; output may be input
 // (in place).

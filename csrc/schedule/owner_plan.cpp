@@ -22,8 +22,7 @@ void visit_ranks(u32 present, Visit visit) {
   }
 }
 
-EventPlan direct_sum(const SumPlan& plan) {
-  PlanBuilder builder;
+EventPlan direct_sum(const SumPlan& plan, PlanBuilder builder) {
   const u32 nowners = static_cast<u32>(plan.owners.size());
   const u64 nmoves = plan.segments.size() + nowners;  // each owner may cut one
   builder.reserve(nmoves, nmoves * (plan.nranks + plan.receivers.size()));
@@ -46,7 +45,8 @@ EventPlan direct_sum(const SumPlan& plan) {
 
 class StagedSum {
  public:
-  StagedSum(const SumPlan& plan, u64 slot_bytes) : plan_(plan), slots_{slot_bytes} {}
+  StagedSum(const SumPlan& plan, u64 slot_bytes, PlanBuilder builder)
+      : plan_(plan), slots_{slot_bytes}, builder_(std::move(builder)) {}
 
   EventPlan build() {
     const Range whole = span_of(plan_.segments);
@@ -107,19 +107,20 @@ class StagedSum {
   Range window_{};
 };
 
-EventPlan plan_sum(const SumPlan& plan, Staging staging) {
+EventPlan plan_sum(const SumPlan& plan, Staging staging, EventPlan storage) {
+  PlanBuilder builder(std::move(storage));
   // One rank touches only its own memory.
-  if (staging.direct || plan.nranks == 1) return direct_sum(plan);
-  return StagedSum(plan, staging.slot_bytes).build();
+  if (staging.direct || plan.nranks == 1) return direct_sum(plan, std::move(builder));
+  return StagedSum(plan, staging.slot_bytes, std::move(builder)).build();
 }
 
 }  // namespace
 
 EventPlan owner_reduce(u32 nranks, u32 root, std::span<const Segment> segments,
-                       std::span<const u32> present, Staging staging) {
+                       std::span<const u32> present, Staging staging, EventPlan storage) {
   SumPlan plan{nranks, segments, present, other_ranks(nranks, root), {root}};
   if (nranks == 1) plan.owners = {root};
-  return plan_sum(plan, staging);
+  return plan_sum(plan, staging, std::move(storage));
 }
 
 EventPlan owner_all_reduce(u32 nranks, u64 bytes, Staging staging) {
@@ -130,7 +131,7 @@ EventPlan owner_all_reduce(u32 nranks, u64 bytes, Staging staging) {
     plan.owners.push_back(rank);
     plan.receivers.push_back(rank);
   }
-  return plan_sum(plan, staging);
+  return plan_sum(plan, staging, {});
 }
 
 }  // namespace pyparallel

@@ -4,9 +4,10 @@
 
 namespace pyparallel {
 
-EventPlan push_plan(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging);
+EventPlan push_plan(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging,
+                    EventPlan storage);
 EventPlan owner_reduce(u32 nranks, u32 root, std::span<const Segment> segments,
-                       std::span<const u32> present, Staging staging);
+                       std::span<const u32> present, Staging staging, EventPlan storage);
 EventPlan owner_all_reduce(u32 nranks, u64 bytes, Staging staging);
 EventPlan copy_chain_broadcast(u32 nranks, u32 root, std::span<const Segment> segments,
                                u64 slot_bytes);

@@ -10,31 +10,31 @@ namespace {
 constexpr u64 kEngineBytes = 1 << 20;
 
 // Rows that follow each other without a gap on both sides are one row.
-Move rows_move(u32 step, u32 executor, u64 source_pitch, u64 destination_pitch, u64 rows,
-               u64 row_bytes) {
-  Move move{};
-  move.step = step;
-  move.executor = executor;
+void set_rows(Move& move, u64 source_pitch, u64 destination_pitch, u64 rows, u64 row_bytes) {
   const bool contiguous = source_pitch == row_bytes && destination_pitch == row_bytes;
-  move.rows = contiguous && rows > 0 ? 1 : rows;
+  move.rows = contiguous ? 1 : rows;
   move.row_bytes = contiguous ? rows * row_bytes : row_bytes;
   move.source_pitch = contiguous ? move.row_bytes : source_pitch;
   move.destination_pitch = contiguous ? move.row_bytes : destination_pitch;
-  return move;
 }
 
 }  // namespace
 
-void PlanBuilder::add(Move move, std::span<const Place> sources,
-                      std::span<const Place> destinations) {
-  if (move.rows == 0 || move.row_bytes == 0 || destinations.empty()) return;
+// The caller fills in the rest where the move lies: a copy of what was just stored in pieces waits
+// for the stores, which takes longer than all else here.
+Move& PlanBuilder::add(u32 step, u32 executor, std::span<const Place> sources,
+                       std::span<const Place> destinations) {
+  Move& move = plan_.moves.emplace_back();
+  move.step = step;
+  move.executor = executor;
+  move.sum = sources.size() > 1;
   move.first_place = static_cast<u32>(plan_.places.size());
   move.nsources = static_cast<u32>(sources.size());
   move.ndestinations = static_cast<u32>(destinations.size());
-  plan_.places.insert(plan_.places.end(), sources.begin(), sources.end());
-  plan_.places.insert(plan_.places.end(), destinations.begin(), destinations.end());
-  plan_.moves.push_back(move);
-  plan_.nsteps = std::max(plan_.nsteps, move.step + 1);
+  for (const Place& source : sources) plan_.places.push_back(source);
+  for (const Place& destination : destinations) plan_.places.push_back(destination);
+  plan_.nsteps = std::max(plan_.nsteps, step + 1);
+  return move;
 }
 
 void PlanBuilder::reserve(u64 nmoves, u64 nplaces) {
@@ -42,39 +42,39 @@ void PlanBuilder::reserve(u64 nmoves, u64 nplaces) {
   plan_.places.reserve(nplaces);
 }
 
-void PlanBuilder::copy(u32 step, u32 executor, Place source, std::span<const Place> destinations,
-                       u64 bytes) {
+void PlanBuilder::copy(u32 step, u32 executor, const Place& source,
+                       std::span<const Place> destinations, u64 bytes) {
   sum(step, executor, {&source, 1}, destinations, bytes);
 }
 
-void PlanBuilder::copy_rows(u32 step, u32 executor, Place source, u64 source_pitch,
-                            Place destination, u64 destination_pitch, u64 rows, u64 row_bytes) {
-  add(rows_move(step, executor, source_pitch, destination_pitch, rows, row_bytes), {&source, 1},
-      {&destination, 1});
+void PlanBuilder::copy_rows(u32 step, u32 executor, const Place& source, u64 source_pitch,
+                            const Place& destination, u64 destination_pitch, u64 rows,
+                            u64 row_bytes) {
+  if (rows == 0 || row_bytes == 0) return;
+  set_rows(add(step, executor, {&source, 1}, {&destination, 1}), source_pitch, destination_pitch,
+           rows, row_bytes);
 }
 
-void PlanBuilder::cross_rows(u32 step, u32 executor, Place source, u64 source_pitch,
-                             Place destination, u64 destination_pitch, u64 rows, u64 row_bytes) {
-  Move move = rows_move(step, executor, source_pitch, destination_pitch, rows, row_bytes);
+void PlanBuilder::cross_rows(u32 step, u32 executor, const Place& source, u64 source_pitch,
+                             const Place& destination, u64 destination_pitch, u64 rows,
+                             u64 row_bytes) {
+  if (rows == 0 || row_bytes == 0) return;
+  Move& move = add(step, executor, {&source, 1}, {&destination, 1});
+  set_rows(move, source_pitch, destination_pitch, rows, row_bytes);
   move.engine = move.rows == 1 && move.row_bytes >= kEngineBytes;
-  add(move, {&source, 1}, {&destination, 1});
 }
 
-void PlanBuilder::engine_copy(u32 step, Place source, Place destination, u64 bytes) {
-  Move move = rows_move(step, source.rank, bytes, bytes, 1, bytes);
+void PlanBuilder::engine_copy(u32 step, const Place& source, const Place& destination, u64 bytes) {
+  if (bytes == 0) return;
+  Move& move = add(step, source.rank, {&source, 1}, {&destination, 1});
+  set_rows(move, bytes, bytes, 1, bytes);
   move.engine = true;
-  add(move, {&source, 1}, {&destination, 1});
 }
 
 void PlanBuilder::sum(u32 step, u32 executor, std::span<const Place> sources,
                       std::span<const Place> destinations, u64 bytes) {
-  Move move{};
-  move.step = step;
-  move.executor = executor;
-  move.sum = sources.size() > 1;
-  move.rows = 1;
-  move.row_bytes = move.source_pitch = move.destination_pitch = bytes;
-  add(move, sources, destinations);
+  if (bytes == 0 || destinations.empty()) return;
+  set_rows(add(step, executor, sources, destinations), bytes, bytes, 1, bytes);
 }
 
 EventPlan PlanBuilder::finish() {

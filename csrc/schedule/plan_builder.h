@@ -1,6 +1,7 @@
 // What all event plans are built with: adding moves, and walking segments, runs and windows.
 #pragma once
 #include <algorithm>
+#include <utility>
 
 #include "event_plan.h"
 #include "range.h"
@@ -13,19 +14,28 @@ constexpr u64 kJoinedGap = 512;
 
 class PlanBuilder {
  public:
+  PlanBuilder() = default;
+  // Takes the memory of a plan that nobody needs.
+  explicit PlanBuilder(EventPlan storage) : plan_(std::move(storage)) {
+    plan_.places.clear();
+    plan_.moves.clear();
+    plan_.nsteps = 0;
+  }
+
   // Makes room for that many moves and places: with thousands of tensors, growing takes half of the
   // time.
   void reserve(u64 nmoves, u64 nplaces);
 
   // Each adds one move, or none where there is nothing to move.
-  void copy(u32 step, u32 executor, Place source, std::span<const Place> destinations, u64 bytes);
+  void copy(u32 step, u32 executor, const Place& source, std::span<const Place> destinations,
+            u64 bytes);
   // By the copy engine of the source's rank.
-  void engine_copy(u32 step, Place source, Place destination, u64 bytes);
-  void copy_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination,
-                 u64 destination_pitch, u64 rows, u64 row_bytes);
+  void engine_copy(u32 step, const Place& source, const Place& destination, u64 bytes);
+  void copy_rows(u32 step, u32 executor, const Place& source, u64 source_pitch,
+                 const Place& destination, u64 destination_pitch, u64 rows, u64 row_bytes);
   // The same, by the executor's copy engine if it is one long row.
-  void cross_rows(u32 step, u32 executor, Place source, u64 source_pitch, Place destination,
-                  u64 destination_pitch, u64 rows, u64 row_bytes);
+  void cross_rows(u32 step, u32 executor, const Place& source, u64 source_pitch,
+                  const Place& destination, u64 destination_pitch, u64 rows, u64 row_bytes);
   // A sum of one source is a copy.
   void sum(u32 step, u32 executor, std::span<const Place> sources,
            std::span<const Place> destinations, u64 bytes);
@@ -34,7 +44,8 @@ class PlanBuilder {
   EventPlan finish();
 
  private:
-  void add(Move move, std::span<const Place> sources, std::span<const Place> destinations);
+  Move& add(u32 step, u32 executor, std::span<const Place> sources,
+            std::span<const Place> destinations);
 
   EventPlan plan_;
 };

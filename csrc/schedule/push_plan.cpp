@@ -5,14 +5,13 @@
 namespace pyparallel {
 namespace {
 
-EventPlan direct_broadcast(u32 root, std::span<const u32> peers,
-                           std::span<const Segment> segments) {
-  PlanBuilder builder;
+EventPlan direct_broadcast(u32 root, std::span<const u32> peers, std::span<const Segment> segments,
+                           PlanBuilder builder) {
   builder.reserve(segments.size(), segments.size() * (1 + peers.size()));
   std::vector<Place> destinations;
+  for (u32 peer : peers) destinations.push_back({peer, Memory::kOutput, 0, 0});
   for (u32 k = 0; k < segments.size(); ++k) {
-    destinations.clear();
-    for (u32 peer : peers) destinations.push_back({peer, Memory::kOutput, 0, segments[k].offset});
+    for (Place& destination : destinations) destination.offset = segments[k].offset;
     builder.copy(0, root, {root, Memory::kInput, k, 0}, destinations, segments[k].bytes);
   }
   return builder.finish();
@@ -20,12 +19,13 @@ EventPlan direct_broadcast(u32 root, std::span<const u32> peers,
 
 }  // namespace
 
-EventPlan push_plan(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging) {
+EventPlan push_plan(u32 nranks, u32 root, std::span<const Segment> segments, Staging staging,
+                    EventPlan storage) {
   const std::vector<u32> peers = other_ranks(nranks, root);
-  if (staging.direct) return direct_broadcast(root, peers, segments);
+  PlanBuilder builder(std::move(storage));
+  if (staging.direct) return direct_broadcast(root, peers, segments, std::move(builder));
 
   // Phase 0: root packs its segments into every peer's stage. Phase 1: each peer unpacks its own.
-  PlanBuilder builder;
   const StageSlots slots{staging.slot_bytes};
   const Range whole = span_of(segments);
   std::vector<Place> destinations;

@@ -144,6 +144,61 @@ TEST(segments_lie_at_their_offsets_and_absent_ranks_add_nothing) {
   }
 }
 
+// A communicator keeps its last plan of a broadcast and of a sum. Neighbours in this list differ in
+// one thing that a plan depends on; a new communicator has no plan.
+TEST(a_plan_is_used_again_only_for_what_it_was_made_for) {
+  struct Subject {
+    std::string_view algorithm;
+    u32 root;
+    std::vector<Segment> segments;
+    bool absent;  // rank 2 lacks the second segment
+  };
+  const std::vector<Segment> segments{{0, 1200}, {1280, 800}};
+  std::vector<Segment> moved = segments, longer = segments, more = segments;
+  moved[1].offset += 64;
+  longer[1].bytes += 16;
+  more.push_back({2176, 8});
+  const Subject subjects[] = {
+      {"push", 0, segments, false}, {"push", 0, segments, false},   {"push", 1, segments, false},
+      {"push", 1, moved, false},    {"push", 1, segments, false},   {"push", 1, longer, false},
+      {"push", 1, more, false},     {"copy_chain", 1, more, false}, {"copy_chain", 1, more, true},
+      {"push", 1, more, true},      {"push", 1, more, false},
+  };
+  for (const bool staged : {false, true}) {
+    const auto make = [&] {
+      return staged ? std::make_unique<StagedBackend>(3) : make_host_backend(3);
+    };
+    World world(3, make());
+    std::vector<std::vector<Bytes>> memory(3);
+    for (u32 r = 0; r < 3; ++r) {
+      for (u64 k = 0; k < 3; ++k)
+        memory[r].push_back(encode(DType::kInt32, 300, [=](u64 i) { return value_at(r, i + k); }));
+    }
+    const auto results = [&](World& of, const Subject& subject) {
+      std::vector<const void*> sources, roots;
+      for (u32 r = 0; r < 3; ++r) {
+        for (u64 k = 0; k < subject.segments.size(); ++k) {
+          const bool absent = subject.absent && r == 2 && k == 1;
+          sources.push_back(absent ? nullptr : memory[r][k].data());
+          if (r == subject.root) roots.push_back(memory[r][k].data());
+        }
+      }
+      std::vector<Bytes> all(4, Bytes(2200, kPoison));
+      of.communicator.reduce_add(subject.root, sources, subject.segments, all[3].data(),
+                                 DType::kInt32, of.streams,
+                                 subject.algorithm == "push" ? "owner" : subject.algorithm);
+      const std::vector<void*> to{all[0].data(), all[1].data(), all[2].data()};
+      of.communicator.broadcast(subject.root, roots, subject.segments, to, of.streams,
+                                subject.algorithm);
+      return all;
+    };
+    for (u64 i = 0; i < std::size(subjects); ++i) {
+      World fresh(3, make());
+      EXPECT(results(world, subjects[i]) == results(fresh, subjects[i]), "subject ", i);
+    }
+  }
+}
+
 TEST(communicators_may_be_used_from_several_threads) {
   World first(2), second(3);
   std::vector<std::thread> threads;

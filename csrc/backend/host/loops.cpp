@@ -45,11 +45,17 @@ void stream(u8* const* destinations, u32 ndestinations, const u8* from, u64 byte
   u8* lines[kMaxRanks];
   for (u32 m = 0; m < ndestinations; ++m) {
     lines[m] = destinations[m] + head;
-    if (head != 0) std::memcpy(destinations[m], from, head);
-    if (tail != bytes) std::memcpy(destinations[m] + tail, from + tail, bytes - tail);
+    // A part of a line is merged with what memory holds. Fetched now, that is here when the whole
+    // lines are done; else every later store would wait for it.
+    if (head != 0) __builtin_prefetch(destinations[m], 1);
+    if (tail != bytes) __builtin_prefetch(destinations[m] + tail, 1);
   }
   const LoopKernels* kernels = vector_kernels();
   (kernels ? *kernels : baseline_kernels()).stream(lines, ndestinations, from + head, nlines);
+  for (u32 m = 0; m < ndestinations; ++m) {
+    if (head != 0) std::memcpy(destinations[m], from, head);
+    if (tail != bytes) std::memcpy(destinations[m] + tail, from + tail, bytes - tail);
+  }
 }
 
 // Streams to any destinations.
