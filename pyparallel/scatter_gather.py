@@ -247,8 +247,7 @@ def _split_tensor(
     communicator = get_communicator(devices)
     if tensor.requires_grad and torch.is_grad_enabled():
         return functions.scatter(communicator, root, sizes, dim, tensor)
-    # detach, because autograd does not let forward write to a view that was made while it was off.
-    return [p.detach() for p in communicator.scatter(tensor, sizes, dim=dim, root=root)]
+    return _unrecorded(communicator.scatter(tensor, sizes, dim=dim, root=root), tensor)
 
 
 def _copies(tensor: Tensor, devices: Sequence[Device]) -> Sequence[Tensor]:
@@ -259,7 +258,7 @@ def _copies(tensor: Tensor, devices: Sequence[Device]) -> Sequence[Tensor]:
     if tensor.requires_grad and torch.is_grad_enabled():
         # clone, because rank 0 gets the memory of what is broadcast, and may write to it.
         return [row[0] for row in functions.broadcast(communicator, [tensor.clone()])]
-    return [row[0] for row in communicator.broadcast([tensor])]
+    return _unrecorded([row[0] for row in communicator.broadcast([tensor])], tensor)
 
 
 def _moved(
@@ -271,7 +270,17 @@ def _moved(
         for rank, (piece, device) in enumerate(zip(pieces, devices, strict=False))
     ]
     recorded = torch.is_grad_enabled() and pieces[0].requires_grad
-    return moved if recorded else [piece.detach() for piece in moved]
+    return moved if recorded else _unrecorded(moved, pieces[0])
+
+
+def _unrecorded(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:
+    """Returns pieces of a tensor as inputs of a forward whose graph begins there, if any."""
+    # detach, because autograd does not let forward write to a view that was made while it was off.
+    detached = [piece.detach() for piece in pieces]
+    if tensor.requires_grad and not torch.is_inference_mode_enabled():
+        for piece in detached:
+            piece.requires_grad_()  # forward may turn gradients on for itself
+    return detached
 
 
 def _join_tensors(

@@ -140,6 +140,25 @@ def test_gradients_arrive_at_the_input_wherever_it_is(n, make_devices):
     assert x.grad.device == x.device and torch.equal(x.grad, scale)
 
 
+@pytest.mark.behaviour(52)
+@pytest.mark.parametrize("size", [(5, 2), ()], ids=str)
+def test_forward_may_turn_gradients_on_for_itself(size, make_devices):
+    """As models do that compute forces as gradients of an energy, also in evaluation."""
+
+    class Force(nn.Module):
+        def forward(self, batch, x):
+            assert x.requires_grad
+            with torch.enable_grad():
+                energy = (x**2).sum() + batch.sum()
+            return torch.autograd.grad(energy, x)[0].expand(len(batch), 2)
+
+    x = torch.randn(size, requires_grad=True)
+    with torch.no_grad():
+        y = DataParallel(Force(), make_devices(3))(torch.ones(5), x)
+    torch.testing.assert_close(y, (2 * x.detach()).expand(5, 2).to(y.device))
+    assert x.grad is None and not y.requires_grad
+
+
 def test_one_device_gets_what_the_caller_has(make_devices, put):
     """Also what several could not share."""
     device = make_devices(1)[0]
