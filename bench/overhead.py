@@ -38,7 +38,7 @@ class Sizes:
     replicate_rounds: tuple[int, int, int]
 
 
-FULL = Sizes(500, 100, (61, 41), {"GPT-2 small": gpt2, "ResNet-50": resnet}, (31, 5, 15))
+FULL = Sizes(500, 100, (31, 15), {"GPT-2 small": gpt2, "ResNet-50": resnet}, (31, 5, 15))
 TINY = Sizes(
     3,
     2,

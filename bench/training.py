@@ -7,9 +7,10 @@ backward through the joined outputs, then SGD. All three start from equal weight
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import astuple
 
 import torch
-from bars import in_turns, sample
+from bars import Sample, in_turns, sample
 from rows import Row, compared
 from torch import Tensor, nn
 from torch_ranks import TorchRanks
@@ -18,7 +19,9 @@ import pyparallel
 
 NRANKS = 4
 # Calls before the first that counts: "auto" has then measured both ways.
-WARM_UP = 14
+WARM_UP = 20
+# Calls of one side in a round, as in a loop: the first finds CPUs as another side left them.
+IN_A_ROW = 5
 
 Model = Callable[[Tensor], Tensor]
 Call = Callable[[], object]
@@ -59,8 +62,14 @@ def _row(
     wrong = sum(_wrong(result, results["bare"]) for result in results.values())
     for _ in range(WARM_UP):
         calls["ours"]()
-    samples = in_turns({side: functools.partial(sample, calls[side]) for side in SIDES}, rounds)
+    samples = in_turns({side: functools.partial(_in_a_row, calls[side]) for side in SIDES}, rounds)
     return compared(name, NRANKS, mode, samples, bar, wrong)
+
+
+def _in_a_row(call: Call) -> Sample:
+    """One call, on average."""
+    samples = [sample(call) for _ in range(IN_A_ROW)]
+    return Sample(*(sum(times) / IN_A_ROW for times in zip(*map(astuple, samples), strict=True)))
 
 
 def _bare(module: nn.Module, nranks: int) -> Model:

@@ -5,8 +5,10 @@ from typing import Literal
 
 Way = Literal["threads", "sequential"]
 
-# Of each way, after one call to warm up, in turn, so that a load that comes and goes meets both.
+# Of each way. They take turns, so that a load that comes and goes meets both, by some calls in a
+# row: the first of them, which is not counted, finds threads and CPUs as the other way left them.
 _SAMPLES = 5
+_IN_A_ROW = 3
 # The other way must be faster by this factor, or two equal ones would change places for ever.
 _HYSTERESIS = 0.9
 # The machine and the model may change: measure again after as many calls, which costs less than 1 %
@@ -40,16 +42,17 @@ class Timing:
             return "sequential"
         if self.decided:
             return self._choice
-        return "threads" if self._calls % 2 else "sequential"
+        return "threads" if self._calls // _IN_A_ROW % 2 else "sequential"
 
     def add(self, way: Way, seconds: float) -> None:
         """Takes the time of a call."""
+        first_in_row = self._calls % _IN_A_ROW == 0
         self._calls += 1
         if self.decided:
             if self._calls >= _CALLS_BETWEEN:
                 self._calls, self.decided = 0, False
                 self._seconds = {"threads": [], "sequential": []}
-        elif self._calls > 2:
+        elif not first_in_row:
             self._seconds[way].append(seconds)
             if all(len(times) >= _SAMPLES for times in self._seconds.values()):
                 self._decide()
