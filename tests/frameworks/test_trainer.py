@@ -107,6 +107,7 @@ def test_weights_are_those_of_one_device(n, rows, accumulate, make):
     several.train()
     assert type(several.model_wrapped) is pyparallel.DataParallel
     assert several.model_wrapped.device_ids == list(range(n))
+    assert several.model_wrapped.split == "balanced"
     assert_trained_alike(one, several)
 
 
