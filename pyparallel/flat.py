@@ -1,6 +1,7 @@
 """Many tensors of one dtype in one flat buffer a rank: what broadcast and reduce_add move."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ from pyparallel.streams import current_streams
 # Where a tensor starts in a flat buffer, in bytes: what the caching allocator of CUDA gives to a
 # tensor of its own, so that kernels are as fast on a view of a flat buffer.
 ALIGNMENT = 512
+
+# Works below the dispatch key that ties a view to its base, or all views would share one version
+# counter. ``.data`` does as much, in more than twice the time: with thousands of small tensors it
+# takes longer than the transfer. But it is public, and this one may be gone in another torch.
+_BelowViews: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 
 
 class FlatLayout:
@@ -52,10 +58,10 @@ class FlatLayout:
             )
             return alone.data_ptr(), [alone]
         flat = torch.empty(self._length, dtype=self._dtype, device=device)
-        # Below the dispatch key that ties a view to its base, or each would share one version
-        # counter. ``.data`` does as much, in more than twice the time: with thousands of small
-        # tensors it takes longer than the transfer.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        if _BelowViews is None:
+            views = map(flat.as_strided, self._sizes, self._strides, self._starts)
+            return flat.data_ptr(), [view.data for view in views]
+        with _BelowViews():
             tensors = list(map(flat.as_strided, self._sizes, self._strides, self._starts))
         return flat.data_ptr(), tensors
 

@@ -1,5 +1,8 @@
 """Flat buffers: where tensors lie, and that copies and sums go there."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -50,7 +53,10 @@ def test_large_buffers_are_counted_in_64_bits():
     assert layout.offsets == [0, 3 << 30, 6 << 30]
 
 
-def test_tensors_are_unrelated_to_autograd():
+@pytest.mark.parametrize("private", [True, False], ids=["private", "public"])
+def test_tensors_are_unrelated_to_autograd(private, monkeypatch):
+    if not private:  # a torch without the function we prefer
+        monkeypatch.setattr("pyparallel.flat._BelowViews", None)
     tensors = [torch.empty(3), torch.empty(2, 2).t()]
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
@@ -64,3 +70,20 @@ def test_tensors_are_unrelated_to_autograd():
         assert weight.grad.tolist() == [0, 0, 0]
         first.requires_grad_().sum().backward()
         assert first.grad.tolist() == [1, 1, 1]
+
+
+def test_a_torch_without_the_private_function(tmp_path):
+    """The import and a broadcast work, with the same memory."""
+    script = """
+import torch
+del torch._C._AutoDispatchBelowADInplaceOrView
+from pyparallel import flat, virtual_devices
+from pyparallel.comm import broadcast_coalesced
+assert flat._BelowViews is None
+tensors = [torch.arange(6.0).view(2, 3).t(), torch.ones(2)]
+copies = broadcast_coalesced(tensors, virtual_devices(2))[1]
+assert all(map(torch.equal, copies, tensors))
+assert [c.stride() for c in copies] == [t.stride() for t in tensors]
+assert copies[1].data_ptr() == copies[0].data_ptr() + flat.ALIGNMENT
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
