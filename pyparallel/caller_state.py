@@ -162,7 +162,7 @@ def _hooks_are_active() -> bool:
     """Whether the calling thread has hooks for saved tensors."""
     if _HOOKS_CAN_BE_READ:
         return saved_tensors_hooks() is not None
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd
     if not autograd._saved_tensors_hooks_is_enabled():
         return False
     try:
