@@ -79,32 +79,24 @@ class Engine:
         """
         refuse_tangents("broadcast", (tensor for _, tensor in _named_tensors(self.module)))
         with self._lock:
-            if not self._look():
-                detach = not torch.is_grad_enabled()
-                return replicate(self.module, self.devices[:count], detach)
-            self._send()
-            recording = torch.is_grad_enabled() and any(m.trainable for m in self._memories)
-            values = self._recorded if recording else self._plain
-            tree = None if values is None else self._trees.take_ready(values)
-            if tree is None:
-                with accounted(self._owned):
-                    self._retired.clear()
-                    values = self._make_values(recording)
-                    present = [v for v in (self._plain, self._recorded) if v is not None]
-                    assert self._state is not None
-                    tree = self._trees.take(self._state, values, present)
-            if recording:
-                self._prepare_buckets()
-            return tree.roots[:count]
+            try:
+                return self._take(count)
+            except BaseException:
+                self._start_over()
+                raise
 
     def release(self, replicas: list[nn.Module]) -> None:
         """Undoes what forward wrote to the replicas; the caller has no other reference to them."""
         with self._lock:
             tree = self._trees.find(replicas[0]) if replicas else None
             if tree is not None:
-                tree.release(len(replicas))
-                for memory in self._memories:
-                    memory.check()
+                try:
+                    tree.release(len(replicas))
+                    for memory in self._memories:
+                        memory.check()
+                except BaseException:
+                    self._start_over()
+                    raise
 
     def check_not_modified(self, replica: nn.Module) -> None:
         """Refuses a forward that wrote a parameter in place while autograd recorded.
@@ -141,6 +133,38 @@ class Engine:
             counts = [self._transferred, *(memory.transferred() for memory in self._memories)]
             return sum(sent for sent, _ in counts), sum(skipped for _, skipped in counts)
 
+    def _take(self, count: int) -> list[nn.Module]:
+        if not self._look():
+            detach = not torch.is_grad_enabled()
+            return replicate(self.module, self.devices[:count], detach)
+        self._send()
+        recording = torch.is_grad_enabled() and any(m.trainable for m in self._memories)
+        values = self._recorded if recording else self._plain
+        tree = None if values is None else self._trees.take_ready(values)
+        if tree is None:
+            with accounted(self._owned):
+                self._retired.clear()
+                values = self._make_values(recording)
+                present = [v for v in (self._plain, self._recorded) if v is not None]
+                assert self._state is not None
+                tree = self._trees.take(self._state, values, present)
+        if recording:
+            self._prepare_buckets()
+        return tree.roots[:count]
+
+    def _start_over(self) -> None:
+        """Forgets all replicas and memory: an error or an interrupt may have come half way.
+
+        Graphs and replicas in use keep what they need.
+        """
+        self._state = self._layout = None
+        self._trees = TreePool()
+        self._transferred = self.transferred()
+        self._memories = []
+        self._plain = self._recorded = None
+        self._owned = []
+        self._retired = []
+
     def _look(self) -> bool:
         """Finds out what changed. Returns whether replicas of the module can be kept."""
         changes = None if self._state is None else self._state.changes()
@@ -164,7 +188,6 @@ class Engine:
         else:
             seen = state
             state.look_at_memory()
-        self._state = None  # if something fails
         self._set_memories(seen)
         self._state = seen
         return True

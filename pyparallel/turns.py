@@ -64,8 +64,8 @@ def take_turns(
             further ones were started. A second interrupt does not wait for them.
     """
     turns = _Turns(lanes, run, failed, devices, patience)
-    watchdog.watch(turns)
     try:
+        watchdog.watch(turns)
         turns.start()
         turns.wait()
     except BaseException:
@@ -102,7 +102,10 @@ class _Turns:
         self._calls: _Calls | None = _Calls(run, failed, CallerState(devices))
         self._lock = threading.Lock()
         self._pending = [deque(lane.ranks) for lane in lanes]
-        self._active = [0] * len(lanes)
+        # Who works for each lane or soon will, and who has begun to: interrupts may come anywhere.
+        self._caller = object()
+        self._active: list[set[object]] = [set() for _ in lanes]
+        self._begun: set[object] = set()
         self._starting = True
         self._progress: list[dict[int, watchdog.Progress]] = [{} for _ in lanes]
         self._lowest_failed = len(devices)
@@ -112,11 +115,11 @@ class _Turns:
         """Starts the workers; without any, runs all ranks in the calling thread."""
         try:
             if self._lanes[0].workers is None:
-                self._enter(0)
+                self._active[0].add(self._caller)
                 try:
-                    self._work(0, in_worker=False)
+                    self._work(0, self._caller, in_worker=False)
                 finally:
-                    self._leave(0)
+                    self._leave(0, self._caller)
             else:
                 for i, lane in enumerate(self._lanes):
                     for _ in range(min(lane.width, len(lane.ranks))):
@@ -136,10 +139,15 @@ class _Turns:
             watchdog.waits_no_more()
 
     def abandon(self) -> None:
-        """Starts no more ranks."""
+        """Starts no more ranks; called by the caller, which runs none any more."""
         with self._lock:
             for pending in self._pending:
                 pending.clear()
+            self._begun.discard(self._caller)
+            for active in self._active:
+                active &= self._begun
+        self._starting = False
+        self._finish_if_idle()
 
     def release(self) -> None:
         """Lets go of everything: the watchdog may hold this object a little longer."""
@@ -159,25 +167,32 @@ class _Turns:
 
     def _idle_seconds(self, lanes: Iterable[int]) -> float:
         running = [p for i in lanes for p in list(self._progress[i].values())]
-        if not running or len(running) != sum(self._active[i] for i in lanes):
+        if not running or len(running) != sum(len(self._active[i]) for i in lanes):
             return 0.0  # somebody is about to start or to end
         return min(progress.idle_seconds() for progress in running)
 
     def _start_worker(self, i: int) -> None:
-        lane = self._lanes[i]
-        self._enter(i)
+        lane, worker = self._lanes[i], object()
         try:
+            with self._lock:
+                self._active[i].add(worker)
             workers.submit(
                 lane.workers or "helper",
                 lane.share,
-                functools.partial(self._work, i, in_worker=True),
-                functools.partial(self._leave, i),
+                functools.partial(self._work, i, worker, in_worker=True),
+                functools.partial(self._leave, i, worker),
             )
         except BaseException:
-            self._leave(i)
+            with self._lock:
+                self._active[i] -= {worker} - self._begun
+            self._finish_if_idle()
             raise
 
-    def _work(self, i: int, in_worker: bool) -> None:
+    def _work(self, i: int, worker: object, in_worker: bool) -> None:
+        with self._lock:
+            if worker not in self._active[i]:
+                return  # the caller was interrupted
+            self._begun.add(worker)
         ident = threading.get_ident()
         try:
             while (rank := self._next(i)) is not None:
@@ -193,7 +208,7 @@ class _Turns:
             pending = self._pending[i]
             if not pending:
                 return None
-            if pending[0] > self._lowest_failed and sum(self._active) == 1:
+            if pending[0] > self._lowest_failed and sum(map(len, self._active)) == 1:
                 return None
             return pending.popleft()
 
@@ -212,13 +227,9 @@ class _Turns:
             return False
         return True
 
-    def _enter(self, i: int) -> None:
+    def _leave(self, i: int, worker: object) -> None:
         with self._lock:
-            self._active[i] += 1
-
-    def _leave(self, i: int) -> None:
-        with self._lock:
-            self._active[i] -= 1
+            self._active[i].discard(worker)
         self._finish_if_idle()
 
     def _finish_if_idle(self) -> None:

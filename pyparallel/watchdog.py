@@ -86,12 +86,13 @@ def watch(watched: Watched) -> None:
     """Has ``watched.look`` called until ``unwatch``."""
     global _thread
     _watched[id(watched)] = watched
-    if not _awake.is_set():
+    if _thread is None or not _awake.is_set():
         _awake.set()
         if _thread is None:
             # Two threads may get here at once; a second watchdog does no harm.
-            _thread = threading.Thread(target=_run, name="pp-watchdog", daemon=True)
-            _thread.start()
+            thread = threading.Thread(target=_run, name="pp-watchdog", daemon=True)
+            thread.start()
+            _thread = thread
 
 
 def unwatch(watched: Watched) -> None:
