@@ -24,6 +24,7 @@ _MAX_DEPTH = 8
 ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
 
 _DICTS = (dict, OrderedDict, defaultdict)
+_WEAK = (weakref.ref, weakref.WeakMethod, *weakref.ProxyTypes)
 
 # Replicas share the hooks with the original, as in torch: a hook that is a bound method, and keeps
 # what it sees, must keep it where the user looks for it. The tree itself is bound by replicate.
@@ -116,9 +117,8 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
     if kind is MethodType:
         owner = substitutes.get(id(value.__self__))
         return value if owner is None else MethodType(value.__func__, owner)
-    if kind is weakref.ref:
-        target = substitutes.get(id(value()))
-        return value if target is None else weakref.ref(target)
+    if kind in _WEAK:
+        return _rewire_weak(value, substitutes)
     if kind is functools.partial:
         old = (value.func, value.args, value.keywords)
         new = tuple(rewire(part, substitutes, depth + 1) for part in old)
@@ -150,6 +150,23 @@ def rewire(value: Any, substitutes: Mapping[int, Any], depth: int = 0) -> Any:
 
 def _is_plain_tuple(kind: type) -> bool:
     return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make"))
+
+
+def _rewire_weak(reference: Any, substitutes: Mapping[int, Any]) -> Any:
+    kind = type(reference)
+    if kind is weakref.WeakMethod:
+        method = reference()
+        bound = rewire(method, substitutes)
+        return reference if bound is method else weakref.WeakMethod(bound)
+    try:
+        # A proxy hides what it stands for, but not from bound methods.
+        target = reference() if kind is weakref.ref else reference.__repr__.__self__
+    except (ReferenceError, AttributeError):
+        return reference
+    substitute = substitutes.get(id(target))
+    if substitute is None:
+        return reference
+    return weakref.ref(substitute) if kind is weakref.ref else weakref.proxy(substitute)
 
 
 def _rewire_closure(function: FunctionType, substitutes: Mapping[int, Any], depth: int) -> Any:

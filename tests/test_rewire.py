@@ -26,12 +26,23 @@ def test_objects_of_the_tree_are_replaced_in_every_container():
     ordered = rewire(OrderedDict(z=OLD, a=1), SUBSTITUTES)
     assert type(ordered) is OrderedDict
     assert list(ordered.items()) == [("z", NEW), ("a", 1)]
-    assert rewire(weakref.ref(OLD), SUBSTITUTES)() is NEW
     default = rewire(defaultdict(list, a=[OLD]), SUBSTITUTES)
     assert default == {"a": [NEW]} and default["b"] == []
     assert containers_in([Pair(1, defaultdict(list, a=[OLD]))]) == [{"a": [OLD]}, [OLD]]
     assert rewire(Pair(OLD, 1), SUBSTITUTES) == Pair(NEW, 1)
     assert type(rewire([Pair(1, [OLD])], SUBSTITUTES)[0]) is Pair
+
+
+def test_weak_references():
+    assert rewire(weakref.ref(OLD), SUBSTITUTES)() is NEW
+    assert rewire(weakref.WeakMethod(OLD.method), SUBSTITUTES)()(1) == (NEW, 1)
+    assert rewire([weakref.proxy(OLD)], SUBSTITUTES)[0].method(1) == (NEW, 1)
+    gone = Owner()
+    kinds = weakref.ref, weakref.proxy, lambda owner: weakref.WeakMethod(owner.method)
+    references = [make(owner) for make in kinds for owner in (OTHER, gone)]
+    del gone
+    for reference in references:
+        assert rewire(reference, SUBSTITUTES) is reference
 
 
 def test_bound_methods_and_partial_functions():
