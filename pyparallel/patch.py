@@ -1,5 +1,6 @@
 """Puts our DataParallel in the place of torch's, for code that cannot be edited."""
 
+import functools
 import inspect
 import sys
 import threading
@@ -133,7 +134,10 @@ def _make_stand_in(defaults: dict[str, Any]) -> type[Any]:
             return object.__new__(_TORCHS[0] if _is_stand_in(cls) else cls)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(**self._with_defaults(*args, **kwargs))
+            if isinstance(self, DataParallel):
+                super().__init__(**self._with_defaults(*args, **kwargs))
+            else:
+                _TORCHS[0].__init__(self, *args, **kwargs)
 
         @staticmethod
         def _with_defaults(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -143,7 +147,24 @@ def _make_stand_in(defaults: dict[str, Any]) -> type[Any]:
 
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(StandIn, name, getattr(_TORCHS[0], name))
+    for name in ("forward", "replicate", "scatter", "parallel_apply", "gather"):
+        setattr(StandIn, name, _method(StandIn, name))
     return StandIn
+
+
+def _method(stand_in: type[Any], name: str) -> Any:
+    """Makes a method that is also right for objects of classes that were derived before.
+
+    They may name their base class, as in ``nn.DataParallel.gather(self, ...)``.
+    """
+
+    @functools.wraps(getattr(DataParallel, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, DataParallel):
+            return getattr(super(stand_in, self), name)(*args, **kwargs)
+        return getattr(_TORCHS[0], name)(self, *args, **kwargs)
+
+    return method
 
 
 def _exchange(*old: type[Any]) -> None:

@@ -215,6 +215,40 @@ def test_a_class_derived_meanwhile_derives_from_ours_with_the_defaults():
     assert not issubclass(pyparallel.DataParallel, Derived)
 
 
+class NamesItsBase:
+    """Code of the time before ``super()`` had no arguments."""
+
+    def __init__(self, module):
+        nn.DataParallel.__init__(self, module)
+
+    def forward(self, x):
+        return nn.DataParallel.forward(self, x) + 1
+
+
+def test_classes_derived_before_may_name_their_base_class():
+    class Old(NamesItsBase, TORCHS[0]):
+        pass
+
+    with patched():
+        model = Old(Net())
+        assert not isinstance(model, pyparallel.DataParallel)
+        x = torch.ones(4, 3)
+        assert torch.equal(model(x), model.module(x) + 1)
+
+
+def test_classes_derived_meanwhile_may_name_their_base_class():
+    with patched(device_ids=virtual_devices(2)):
+
+        class New(NamesItsBase, nn.DataParallel):
+            def gather(self, outputs, output_device):
+                assert len(outputs) == 2
+                return nn.DataParallel.gather(self, outputs, output_device)
+
+        model = New(Net())
+        x = torch.ones(4, 3)
+        torch.testing.assert_close(model(x), model.module(x) + 1)
+
+
 def test_our_wrappers_can_be_copied_and_saved_meanwhile_and_loaded_afterwards():
     with patched(device_ids=virtual_devices(2)):
         model = nn.DataParallel(Net())

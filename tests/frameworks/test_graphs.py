@@ -1,6 +1,7 @@
 """PyTorch Geometric's DataParallel on top of ours, by inheritance, as in the example."""
 
 import copy
+import importlib
 import sys
 
 import pytest
@@ -97,6 +98,17 @@ def test_follow_batch_and_exclude_keys(wrap):
 
 def test_an_empty_list(wrap):
     assert wrap(2)([]) is None
+
+
+def test_imported_for_the_first_time_while_patched_it_derives_from_ours():
+    module = sys.modules["torch_geometric.nn.data_parallel"]
+    try:
+        with pyparallel.patched(device_ids=pyparallel.virtual_devices(2)):
+            importlib.reload(module)
+            model = module.DataParallel(torch.nn.Linear(1, 1))
+        assert isinstance(model, pyparallel.DataParallel) and model.device_ids == [0, 1]
+    finally:
+        importlib.reload(module)
 
 
 def test_the_example_learns(example, monkeypatch, capsys):

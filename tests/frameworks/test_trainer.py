@@ -309,6 +309,22 @@ def test_virtual_arguments_survive_what_users_do_with_them(example, tmp_path):
     assert parsed.n_gpu == 2
 
 
+def test_the_subclass_mixes_with_others(example, tmp_path):
+    class Arguments(example(EXAMPLE).VirtualArguments, transformers.Seq2SeqTrainingArguments):
+        pass
+
+    class Mixed(example(EXAMPLE).ParallelTrainer, transformers.Seq2SeqTrainer):
+        pass
+
+    arguments = Arguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, save_strategy="no"
+    )
+    trainer = Mixed(language_model(), arguments, train_dataset=texts(4), eval_dataset=texts(4))
+    trainer.train()
+    assert type(trainer.model_wrapped) is pyparallel.DataParallel
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 def test_the_example_learns(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [EXAMPLE, "--steps", "20"])
     example(EXAMPLE).main()
