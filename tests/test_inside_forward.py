@@ -110,6 +110,15 @@ def test_all_replicas_have_parameters_alike(grad, wrap):
         wrap(Body(body))(torch.ones(N, 2))
 
 
+@pytest.mark.behaviour(64)
+def test_parameters_cannot_be_frozen_in_forward(wrap):
+    """An error, because the gradients of this forward would flow nevertheless."""
+    module = Body(lambda self, x: (self.layer.requires_grad_(False), self.layer(x))[1])
+    with pytest.raises(RuntimeError, match="requires_grad flags of leaf variables"):
+        wrap(module)(torch.ones(N, 2))
+    assert all(p.requires_grad for p in module.parameters())
+
+
 @pytest.mark.behaviour(66, 71)
 def test_buffers_are_on_the_replicas_device(wrap):
     module = nn.Sequential(nn.BatchNorm1d(2), Body(lambda self, x: x))
