@@ -4,6 +4,10 @@ Both save nothing, so any number of forwards may use the outputs and any number 
 the nodes. The bucket's backward launches the sum as soon as all gradients are there, while the rest
 of backward runs. The gate's waits for it. The engine runs the gate when nothing else is ready, but
 always before the gradients are accumulated, added to others, or seen by hooks.
+
+On GPUs both nodes belong to the side stream of rank 0: autograd runs a node's backward on the
+stream that was current in its forward, and lets whoever uses its results on another stream wait for
+that one. So nothing that computes waits for a sum before backward has ended. Not yet run on a GPU.
 """
 
 from collections.abc import Sequence
@@ -47,7 +51,7 @@ class BucketNodes:
             aliases: ``[rank >= 1][k]``, unused tensors without gradient, which become the outputs.
         """
         self.bucket = bucket
-        with torch.inference_mode(False), torch.enable_grad():
+        with bucket.side.on_root(), torch.inference_mode(False), torch.enable_grad():
             gated = apply(Gate, bucket, *parameters)
             outputs = apply(Bucket, bucket, list(chain.from_iterable(aliases)), *gated)
         self._gate = gated[0].grad_fn
@@ -56,7 +60,7 @@ class BucketNodes:
         self.rows: Rows = rows_of(outputs, len(parameters))
 
     def prepare(self, gate_number: int) -> None:
-        """Sets what the next backward needs: when the gate runs, and on which streams."""
+        """Sets what the next backward needs: when the gate runs, and where replicas compute."""
         if gate_number != self._node.gate_number:
             self._node.gate_number = gate_number
             set_sequence_number(self._gate, gate_number)
@@ -111,13 +115,16 @@ class Bucket(Function):
         bucket: GradientBucket = ctx.bucket
         with on_streams(ctx.streams), reducing():
             if torch.is_grad_enabled():
-                return (None, None, *reduce_add(bucket.communicator, bucket.count, grads))
+                differentiable = reduce_add(bucket.communicator, bucket.count, grads)
+                bucket.side.follow(differentiable)
+                return (None, None, *differentiable)
             gate = ctx.next_functions[0][0]
             leaves = [leaf for leaf, _ in gate.next_functions]
             terms: Sequence[Tensor | None] = grads
             if bucket.accumulation.applies(leaves):
                 terms, to_sum = bucket.accumulation.exchange(leaves, grads)
                 if not to_sum:
+                    bucket.side.follow(terms)
                     return (None, None, *terms)
             sums = bucket.launch(terms)
             if torch.is_anomaly_enabled():  # it looks at what this node returns

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pyparallel.communicator import Communicator
 from pyparallel.flat import FlatLayout
 from pyparallel.layout import with_strides
 from pyparallel.reduction import core_dtype
-from pyparallel.streams import current_streams
+from pyparallel.side_streams import SideStreams
 from pyparallel.tensor_layouts import layouts_of
 
 OptionalTensors = Sequence[Tensor | None]
@@ -30,6 +31,9 @@ class GradientBucket:
         communicator: Its rank 0 gets the sums.
         parameters: Dense tensors of one dtype.
         accumulation: Gradients that were kept on the ranks, and whether to keep more.
+
+    Attributes:
+        side: Where sums run on GPUs. Gradients are computed on the current streams.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class GradientBucket:
     ) -> None:
         self.communicator = communicator
         self.accumulation = accumulation
+        self.side = SideStreams(communicator.devices)
         self.count = len(parameters)
         self._layout = FlatLayout(parameters)
         self._strides = [p.stride() for p in parameters] * len(communicator.devices)
@@ -57,7 +62,8 @@ class GradientBucket:
 
         Returns:
             New tensors with the strides of the parameters, None where no rank has a gradient. Their
-            values are there after ``wait``. Nothing else refers to them, so autograd may keep them.
+            values are there after ``wait``, on GPUs for the side stream of rank 0. Nothing else
+            refers to them, so autograd may keep them.
         """
         present = [grad for grad in grads if grad is not None]
         missing = len(present) < len(grads)
@@ -83,8 +89,10 @@ class GradientBucket:
                 if all(grad is None for grad in grads[i :: self.count]):
                     results[i] = None
             moved = [i for i in moved if results[i] is not None]
+        streams = self.side.follow(chain(grads, sums[:1]))
         # The storage, not the sums: autograd keeps them only if nobody else does.
-        self._start(addresses, moved, destination, (grads, sums[0].untyped_storage()))
+        needed = (grads, sums[0].untyped_storage())
+        self._start(addresses, moved, destination, streams, needed)
         return results
 
     def wait(self) -> None:
@@ -117,7 +125,9 @@ class GradientBucket:
 
     def _sum_now(self, grads: OptionalTensors) -> list[Tensor | None]:
         rows = [grads[at : at + self.count] for at in range(0, len(grads), self.count)]
-        return self.communicator.reduce_add(rows)
+        sums = self.communicator.reduce_add(rows)
+        self.side.follow(sums)  # because results are expected there
+        return sums
 
     def _addresses(self, grads: list[Tensor]) -> list[int] | None:
         """Returns the addresses of gradients that lie in memory as the parameters do, else None."""
@@ -126,7 +136,12 @@ class GradientBucket:
         return self._layouts.addresses_of(grads)
 
     def _start(
-        self, pointers: list[int], moved: list[int], destination: int, needed: object
+        self,
+        pointers: list[int],
+        moved: list[int],
+        destination: int,
+        streams: list[int],
+        needed: object,
     ) -> None:
         """Queues the sum of the tensors ``moved``; keeps what it needs until it is done."""
         if not moved:
@@ -147,7 +162,7 @@ class GradientBucket:
                 sizes,
                 destination,
                 self._dtype,
-                current_streams(self.communicator.devices),
+                streams,
                 asynchronous=True,
             )
             if ticket:
