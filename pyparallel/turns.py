@@ -4,6 +4,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pyparallel import watchdog, workers
@@ -122,8 +123,7 @@ class _Turns:
                     self._leave(0, self._caller)
             else:
                 for i, lane in enumerate(self._lanes):
-                    for _ in range(min(lane.width, len(lane.ranks))):
-                        self._start_worker(i)
+                    self._start_worker(i, followers=min(lane.width, len(lane.ranks)) - 1)
         finally:
             self._starting = False
             self._finish_if_idle()
@@ -171,7 +171,12 @@ class _Turns:
             return 0.0  # somebody is about to start or to end
         return min(progress.idle_seconds() for progress in running)
 
-    def _start_worker(self, i: int) -> None:
+    def _start_worker(self, i: int, followers: int = 0) -> None:
+        """Starts a worker, which starts the next one, as many as there are followers.
+
+        By then the caller sleeps and its CPU is free. If the caller woke all of them, Linux would
+        put two on one CPU, where they stay for milliseconds.
+        """
         lane, worker = self._lanes[i], object()
         try:
             with self._lock:
@@ -179,7 +184,7 @@ class _Turns:
             workers.submit(
                 lane.workers or "helper",
                 lane.share,
-                functools.partial(self._work, i, worker, in_worker=True),
+                functools.partial(self._work, i, worker, in_worker=True, followers=followers),
                 functools.partial(self._leave, i, worker),
             )
         except BaseException:
@@ -188,11 +193,15 @@ class _Turns:
             self._finish_if_idle()
             raise
 
-    def _work(self, i: int, worker: object, in_worker: bool) -> None:
+    def _work(self, i: int, worker: object, in_worker: bool, followers: int = 0) -> None:
         with self._lock:
             if worker not in self._active[i]:
                 return  # the caller was interrupted
             self._begun.add(worker)
+        if followers:
+            # Where the system gives us no thread, this one takes over all ranks.
+            with suppress(RuntimeError):
+                self._start_worker(i, followers - 1)
         ident = threading.get_ident()
         try:
             while (rank := self._next(i)) is not None:
