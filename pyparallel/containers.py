@@ -23,7 +23,12 @@ def entries_of(obj: Any) -> list[Any] | None:
     Raises:
         TypeError: A PackedSequence.
     """
-    if type(obj) in ATOMS or isinstance(obj, Tensor):
+    kind = type(obj)
+    if kind is tuple or kind is list:
+        return list(obj)
+    if kind is dict:
+        return list(obj.values())
+    if kind in ATOMS or isinstance(obj, Tensor):
         return None
     if isinstance(obj, PackedSequence):
         raise TypeError(
