@@ -30,6 +30,22 @@ void check_aligned(std::string_view operation, const Backend& backend, const voi
       " bytes of ", dtype_name(dtype));
 }
 
+// Scatter and gather. Returns the ranks that are left out: they have no piece, or nothing in it.
+u32 check_pieces(std::string_view operation, std::string_view what, u32 nranks, u32 root, u64 rows,
+                 u64 pitch, std::span<const Share> shares, std::span<const void* const> pieces,
+                 std::span<const StreamHandle> streams) {
+  check_root(operation, root, nranks);
+  check_one_per_rank(operation, "shares", shares.size(), nranks);
+  check_one_per_rank(operation, what, pieces.size(), nranks);
+  check_one_per_rank(operation, "streams", streams.size(), nranks);
+  check_shares(operation, rows, pitch, shares);
+  u32 skip = 0;
+  for (u32 rank = 0; rank < nranks; ++rank) {
+    if (!pieces[rank] || rows == 0 || shares[rank].bytes == 0) skip |= 1u << rank;
+  }
+  return skip;
+}
+
 }  // namespace
 
 void check_communicator(u32 nranks, const CommunicatorOptions& options) {
@@ -202,15 +218,8 @@ void Communicator::scatter(u32 root, const void* source, u64 rows, u64 pitch,
                            std::span<const StreamHandle> streams) {
   const auto lock = lock_launches();
   check_open();
-  check_root("scatter", root, nranks_);
-  check_one_per_rank("scatter", "shares", shares.size(), nranks_);
-  check_one_per_rank("scatter", "destinations", destinations.size(), nranks_);
-  check_one_per_rank("scatter", "streams", streams.size(), nranks_);
-  check_shares("scatter", rows, pitch, shares);
-  u32 skip = 0;
-  for (u32 rank = 0; rank < nranks_; ++rank) {
-    if (!destinations[rank] || rows == 0 || shares[rank].bytes == 0) skip |= 1u << rank;
-  }
+  const u32 skip = check_pieces("scatter", "destinations", nranks_, root, rows, pitch, shares,
+                                destinations, streams);
   if (skip == (1u << nranks_) - 1) return raise_failure();
   PP_CHECK_ARG(source, "scatter: the source of ", rows, " rows of ", pitch, " bytes is null");
   EventPlan plan = plan_scatter(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging());
@@ -222,15 +231,8 @@ void Communicator::gather(u32 root, std::span<const void* const> sources, u64 ro
                           std::span<const StreamHandle> streams) {
   const auto lock = lock_launches();
   check_open();
-  check_root("gather", root, nranks_);
-  check_one_per_rank("gather", "shares", shares.size(), nranks_);
-  check_one_per_rank("gather", "sources", sources.size(), nranks_);
-  check_one_per_rank("gather", "streams", streams.size(), nranks_);
-  check_shares("gather", rows, pitch, shares);
-  u32 skip = 0;
-  for (u32 rank = 0; rank < nranks_; ++rank) {
-    if (!sources[rank] || rows == 0 || shares[rank].bytes == 0) skip |= 1u << rank;
-  }
+  const u32 skip =
+      check_pieces("gather", "sources", nranks_, root, rows, pitch, shares, sources, streams);
   check_disjoint("gather", shares, skip);
   if (skip == (1u << nranks_) - 1) return raise_failure();
   PP_CHECK_ARG(destination, "gather: the destination of ", rows, " rows of ", pitch,
