@@ -333,7 +333,9 @@ def _kind(obj: Any) -> str:
         return "none"
     if isinstance(obj, (bool, int, float, complex)) and not isinstance(obj, Enum):
         return "number"
-    if isinstance(obj, Mapping):
+    if type(obj) in (tuple, list):
+        return "sequence"
+    if isinstance(obj, (dict, Mapping)):  # the former answers faster
         return "mapping"
     if is_dataclass(obj) and not isinstance(obj, type):
         return "dataclass"
