@@ -16,6 +16,7 @@ import pyparallel
 from pyparallel import patched, virtual_devices
 
 TORCHS = (nn.DataParallel,)  # in a tuple, which no patch looks into
+TORCHS_HOME = "cuda" if torch.cuda.is_available() else "cpu"  # where its wrappers run
 PLACES = [
     ("torch.nn", "DataParallel"),
     ("torch.nn.parallel", "DataParallel"),
@@ -91,6 +92,7 @@ def test_bad_calls_are_refused():
             nn.DataParallel(Net(), None, None, 0, "balanced")
 
 
+@pytest.mark.behaviour(172)
 def test_isinstance_and_issubclass_answer_as_without_the_patch():
     class Torchs(TORCHS[0]):
         pass
@@ -230,9 +232,9 @@ def test_classes_derived_before_may_name_their_base_class():
         pass
 
     with patched():
-        model = Old(Net())
+        model = Old(Net().to(TORCHS_HOME))
         assert not isinstance(model, pyparallel.DataParallel)
-        x = torch.ones(4, 3)
+        x = torch.ones(4, 3, device=TORCHS_HOME)
         assert torch.equal(model(x), model.module(x) + 1)
 
 
@@ -263,9 +265,9 @@ def test_our_wrappers_can_be_copied_and_saved_meanwhile_and_loaded_afterwards():
 
 
 def test_wrappers_of_torchs_that_were_saved_before_stay_torchs():
-    model = TORCHS[0](Net())
+    model = TORCHS[0](Net().to(TORCHS_HOME))
     saved = pickle.dumps(model)
-    x = torch.ones(4, 3)
+    x = torch.ones(4, 3, device=TORCHS_HOME)
     with patched():
         loaded = pickle.loads(saved)
         assert type(loaded) is TORCHS[0]

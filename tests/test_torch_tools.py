@@ -121,6 +121,7 @@ def counting_backend():
     torch._dynamo.reset()
 
 
+@pytest.mark.behaviour(88, 89, 90)
 @pytest.mark.parametrize("compilation", COMPILATIONS)
 def test_compiled_code_trains_as_the_bare_module(compilation, pair, counting_backend):
     backend, graphs = counting_backend
@@ -220,6 +221,7 @@ def test_functional_call_with_some_of_the_weights(pair):
     torch.testing.assert_close(dp(x), net(x))
 
 
+@pytest.mark.behaviour(166, 172)
 def test_functional_call_of_the_wrapper_is_refused_by_torch(pair):
     _, dp, x = pair()
     with pytest.raises(RuntimeError, match="can't be used with nn.DataParallel"):
@@ -229,6 +231,7 @@ def test_functional_call_of_the_wrapper_is_refused_by_torch(pair):
 # torch.utils.checkpoint.
 
 
+@pytest.mark.behaviour(164)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("dispatch", ["sequential", "threads"])
 def test_checkpoint_around_the_wrapper(use_reentrant, dispatch, pair, make_devices):
@@ -242,6 +245,7 @@ def test_checkpoint_around_the_wrapper(use_reentrant, dispatch, pair, make_devic
     torch.testing.assert_close(x.grad, expected)
 
 
+@pytest.mark.behaviour(164)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_inside_the_wrapper(use_reentrant, pair):
     class Inside(Net):
@@ -281,6 +285,7 @@ def test_checkpoint_sequential_with_wrapped_parts(use_reentrant, pair, make_devi
 # torch.amp.
 
 
+@pytest.mark.behaviour(165)
 def test_grad_scaler(pair):
     results = []
     net, dp, x = pair()
