@@ -1,10 +1,9 @@
 """What it costs to bring the replicas up to date: nothing changed, everything, or one percent.
 
-In grad mode. It lasts from the start of ``replicate`` to the end of what undoes a forward's writes.
+In grad mode. What undoes the writes of a forward, when that has ended, has a row of its own.
 """
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -54,17 +53,21 @@ def replication_rows(name: str, model: nn.Module, rounds: tuple[int, int, int]) 
     devices = pyparallel.virtual_devices(NRANKS)
     wrapper = pyparallel.DataParallel(model, device_ids=devices)
 
-    def replicate() -> None:
+    def replicate() -> tuple[Sample, Sample]:
+        """Times it, and what comes after the forward."""
+        start = time.perf_counter()
         replicas = wrapper.replicate(model, wrapper.device_ids)
+        middle = time.perf_counter()
         wrapper._engine.content.release(replicas)
+        return Sample(middle - start, 0), Sample(time.perf_counter() - middle, 0)
 
     with mock.patch.object(_C, "SegmentTable", TimedTable):
         replicate()
     theirs = TorchRanks(model, NRANKS)
     torch_s = [theirs.replicate_seconds() for _ in range(rounds[1])]
     rows = [
-        _unchanged(name, replicate, rounds[0], torch_s),
-        _unchanged(name, replicate, rounds[0], torch_s, after_pass=True),
+        *_unchanged(name, replicate, rounds[0], torch_s),
+        *_unchanged(name, replicate, rounds[0], torch_s, after_pass=True),
         _changed(name, model, replicate, rounds[2]),
     ]
     wrong = _wrong(wrapper)
@@ -73,44 +76,52 @@ def replication_rows(name: str, model: nn.Module, rounds: tuple[int, int, int]) 
 
 def _unchanged(
     name: str,
-    replicate: Callable[[], None],
+    replicate: Callable[[], tuple[Sample, Sample]],
     rounds: int,
     torch_s: list[float],
     after_pass: bool = False,
-) -> Row:
-    """The time beside the pass that compares.
+) -> list[Row]:
+    """The time beside the pass that compares, and that of undoing nothing.
 
     On the host that pass reads all parameters of all ranks with the CPU, and what comes after it
     finds the interpreter's data in no cache. On GPUs the devices do it. So the row with the bar
     leaves the pass out; with ``after_pass`` it is there but not counted.
     """
-    ours_s, pass_s = [], []
+    ours_s, undo_s, pass_s = [], [], []
     TimedTable.unchanged = not after_pass
     for _ in range(rounds + 2):
         TimedTable.seconds = 0.0
-        whole = sample(replicate).wall
+        whole, undo = replicate()
         pass_s.append(TimedTable.seconds)
-        ours_s.append(whole - TimedTable.seconds)
+        ours_s.append(whole.wall - TimedTable.seconds)
+        undo_s.append(undo.wall)
     TimedTable.unchanged = False
-    ours_ms, pass_ms, torch_ms = (statistics.median(s) * 1e3 for s in (ours_s, pass_s, torch_s))
-    row = measured(
-        name,
-        NRANKS,
-        "replicate, unchanged" + (", caches cold" if after_pass else ""),
-        "us",
-        [seconds * 1e6 for seconds in ours_s[2:]],
-        200,
-        0,
-        f"torch {torch_ms:.1f} ms beside its copies"
-        if not after_pass
-        else f"after a comparing pass of {pass_ms:.1f} ms, which is not counted",
-        ours_ms=ours_ms,
-        torch_ms=torch_ms,
-    )
-    return dataclasses.replace(row, bar=None) if after_pass else row
+    pass_ms, torch_ms = (statistics.median(s) * 1e3 for s in (pass_s, torch_s))
+    caches = ", caches cold" if after_pass else ""
+    note = f"torch {torch_ms:.1f} ms beside its copies"
+    if after_pass:
+        note = f"after a comparing pass of {pass_ms:.1f} ms, which is not counted"
+    rows = []
+    for mode, seconds, with_torch in (("replicate", ours_s, True), ("undo", undo_s, False)):
+        row = measured(
+            name,
+            NRANKS,
+            f"{mode}, unchanged{caches}",
+            "us",
+            [s * 1e6 for s in seconds[2:]],
+            200,
+            0,
+            note if with_torch else "",
+            ours_ms=statistics.median(seconds) * 1e3,
+            torch_ms=torch_ms if with_torch else None,
+        )
+        rows.append(row if with_torch and not after_pass else dataclasses.replace(row, bar=None))
+    return rows
 
 
-def _changed(name: str, model: nn.Module, replicate: Callable[[], None], rounds: int) -> Row:
+def _changed(
+    name: str, model: nn.Module, replicate: Callable[[], tuple[Sample, Sample]], rounds: int
+) -> Row:
     """Against one broadcast of a flat buffer of as many bytes into memory that is there."""
     parameters = list(model.parameters())
     ranks = Ranks("cpu", NRANKS, timeout_s=60)
@@ -124,17 +135,20 @@ def _changed(name: str, model: nn.Module, replicate: Callable[[], None], rounds:
             0, [flat.pointer], [0], [flat.nbytes], destinations, ranks.streams, "auto"
         )
 
-    def changed(bodies: list[torch.Tensor], run: Callable[[], None]) -> Sample:
+    def change(bodies: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for body in bodies:
                 body.neg_()
-        return sample(run)
 
-    runs = {
-        "bare": functools.partial(changed, [flat.body], broadcast),
-        "ours": functools.partial(changed, parameters, replicate),
-    }
-    samples = in_turns(runs, rounds)
+    def flat_broadcast() -> Sample:
+        change([flat.body])
+        return sample(broadcast)
+
+    def ours() -> Sample:
+        change(parameters)
+        return replicate()[0]
+
+    samples = in_turns({"bare": flat_broadcast, "ours": ours}, rounds)
     return compared(name, NRANKS, "replicate, all changed", samples, 1.1, 0)
 
 

@@ -22,6 +22,14 @@ from torch_ranks import TorchRanks
 
 COLUMNS = {"model", "nranks", "mode", "bare_ms", "ours_ms", "torch_ms"}
 
+REPLICATION = [
+    "replicate, unchanged",
+    "undo, unchanged",
+    "replicate, unchanged, caches cold",
+    "undo, unchanged, caches cold",
+    "replicate, all changed",
+]
+
 
 def test_a_dry_run_prints_and_writes_every_row_without_bars(tmp_path, capsys):
     out = tmp_path / "overhead.json"
@@ -30,10 +38,7 @@ def test_a_dry_run_prints_and_writes_every_row_without_bars(tmp_path, capsys):
     rows = result["lines"]
     assert [(row["nranks"], row["mode"]) for row in rows] == [
         *[(4, "forward without grad"), (4, "step")] * 2,
-        *[(8, m) for m in ("replicate, unchanged", "replicate, unchanged, caches cold")],
-        (8, "replicate, all changed"),
-        *[(8, m) for m in ("replicate, unchanged", "replicate, unchanged, caches cold")],
-        (8, "replicate, all changed"),
+        *[(8, mode) for mode in REPLICATION] * 2,
         (4, "bytes sent a step"),
     ]
     printed = capsys.readouterr().out
