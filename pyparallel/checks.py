@@ -119,6 +119,25 @@ def check_pieces(tensors: Sequence[Tensor], dim: int) -> tuple[int, list[int]]:
     return dim, expected
 
 
+def check_gathered(
+    tensors: Sequence[Tensor], dim: int, root: int | None, devices: Sequence[Device]
+) -> tuple[int, list[int]]:
+    """Checks the arguments of gather; see ``check_pieces``. ``root`` None: the host.
+
+    Raises:
+        ValueError: The root is no rank, or there are more tensors than ranks, or one is not on the
+            device of its rank.
+    """
+    if root is not None:
+        check_rank("gather", root, len(devices))
+    if len(tensors) > len(devices):
+        raise ValueError(f"gather: got {len(tensors)} tensors for {len(devices)} ranks")
+    for rank, (tensor, device) in enumerate(zip(tensors, devices, strict=False)):
+        check_tensor("gather", tensor, rank, device)
+        check_not_quantized("gather", tensor, rank)
+    return check_pieces(tensors, dim)
+
+
 def check_chunks(outputs: Sequence[Tensor], source: Tensor, dim: int) -> int:
     """Checks that the outputs can hold the source cut along ``dim``; returns ``dim`` >= 0."""
     if source.dim() == 0:

@@ -21,10 +21,10 @@ from pyparallel import _C
 from pyparallel.checks import (
     check_chunks,
     check_count,
+    check_gathered,
     check_not_quantized,
     check_output,
     check_outputs,
-    check_pieces,
     check_rank,
     check_rows,
     check_same_size,
@@ -32,7 +32,7 @@ from pyparallel.checks import (
     check_terms,
     wrap_dim,
 )
-from pyparallel.core import Core
+from pyparallel.core import Core, close_at_exit, end_daemon_at_exit
 from pyparallel.devices import Device
 from pyparallel.flat import FlatLayout, broadcast_flat, reduce_add_flat
 from pyparallel.layout import (
@@ -321,7 +321,7 @@ class Communicator:
             A new tensor, in channels_last format if all inputs are, else contiguous.
         """
         core = self._core.get()
-        dim, size = self._check_gather(tensors, dim, root)
+        dim, size = check_gathered(tensors, dim, root, self.devices)
         order = common_order(tensors)
         stride = ordered_strides(size, order)
         if root is None and not self._virtual:
@@ -338,7 +338,7 @@ class Communicator:
     ) -> None:
         """Joins tensors as ``gather`` does, in a contiguous tensor of the root."""
         core = self._core.get()
-        dim, size = self._check_gather(tensors, dim, root)
+        dim, size = check_gathered(tensors, dim, root, self.devices)
         on_host = root is None and not self._virtual
         root = root or 0
         check_tensor("gather", out, root, Device("cpu", 0) if on_host else self.devices[root])
@@ -353,18 +353,6 @@ class Communicator:
         else:
             gather_rows(core, self.devices, tensors, out, range(out.dim()), dim, root)
         mark_written([out])
-
-    def _check_gather(
-        self, tensors: Sequence[Tensor], dim: int, root: int | None
-    ) -> tuple[int, list[int]]:
-        if root is not None:
-            check_rank("gather", root, len(self.devices))
-        if len(tensors) > len(self.devices):
-            raise ValueError(f"gather: got {len(tensors)} tensors for {len(self.devices)} ranks")
-        for rank, (tensor, device) in enumerate(zip(tensors, self.devices, strict=False)):
-            check_tensor("gather", tensor, rank, device)
-            check_not_quantized("gather", tensor, rank)
-        return check_pieces(tensors, dim)
 
 
 def _empty(
@@ -383,6 +371,7 @@ def get_communicator(devices: Sequence[Device]) -> Communicator:
     found = _cache.get(key)
     if found is not None and not found.closed:
         return found
+    end_daemon_at_exit()
     with _lock:
         found = _cache.get(key)
         if found is None or found.closed:
@@ -392,9 +381,7 @@ def get_communicator(devices: Sequence[Device]) -> Communicator:
 
 @atexit.register
 def _close_all() -> None:
-    # Threads of the core end before the interpreter takes apart what they may use.
-    for communicator in _cache.values():
-        communicator.close()
+    close_at_exit([communicator._core for communicator in list(_cache.values())])
 
 
 def _after_fork() -> None:
