@@ -5,12 +5,14 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 
 from pyparallel import _C, env
 from pyparallel.devices import Device
 
 _live: "weakref.WeakSet[Core]" = weakref.WeakSet()
 _lock = threading.Lock()
+_exiting = False
 
 
 class Core:
@@ -28,12 +30,16 @@ class Core:
         return self._closed
 
     def get(self) -> _C.Communicator:
-        """Returns the compiled communicator. Raises RuntimeError after ``close``."""
+        """Returns the compiled communicator. Raises RuntimeError after ``close``.
+
+        See ``end_daemon_at_exit``.
+        """
         communicator = self._communicator
         if communicator is not None:
             return communicator
         with _lock:
             if self._closed:
+                end_daemon_at_exit()
                 raise RuntimeError("the communicator is closed")
             if self._communicator is None:
                 self._communicator = _open(self._devices)
@@ -53,6 +59,24 @@ class Core:
         if self._communicator is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
             self._communicator = None
+
+
+def end_daemon_at_exit() -> None:
+    """Ends a daemon thread once communicators have been closed at exit.
+
+    It could work for some more milliseconds at best. With any other exception threading would print
+    a traceback.
+    """
+    if _exiting and threading.current_thread().daemon:
+        raise SystemExit
+
+
+def close_at_exit(cores: Iterable[Core]) -> None:
+    """Closes them: threads of the core end before the interpreter takes apart what they use."""
+    global _exiting
+    _exiting = True
+    for core in cores:
+        core.close()
 
 
 def _open(devices: tuple[Device, ...]) -> _C.Communicator:

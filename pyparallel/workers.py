@@ -117,6 +117,8 @@ def _take_share(share: int) -> None:
 def _end() -> None:
     with _lock:
         workers = list(_all)
+        _all.clear()
+        _idle.clear()  # a function that is called at exit after this one gets workers of its own
     for worker in workers:
         worker.jobs.put(None)
     end = time.monotonic() + _EXIT_TIMEOUT
