@@ -103,6 +103,7 @@ def test_isinstance_and_issubclass_answer_as_without_the_patch():
         for wrapper in wrappers:
             assert isinstance(wrapper, nn.DataParallel)
             assert issubclass(type(wrapper), nn.DataParallel)
+            assert type(wrapper) is not nn.DataParallel
         assert not isinstance(Net(), nn.DataParallel)
         assert not issubclass(Net, nn.DataParallel)
         assert not isinstance(wrappers[0], pyparallel.DataParallel)
@@ -273,6 +274,9 @@ def test_wrappers_of_torchs_that_were_saved_before_stay_torchs():
         assert type(loaded) is TORCHS[0]
         assert type(copy.deepcopy(model)) is TORCHS[0]
         assert torch.equal(loaded(x), model(x))
+        with pytest.raises(pickle.PicklingError, match="not the same object"):
+            pickle.dumps(model)
+    assert type(pickle.loads(pickle.dumps(loaded))) is TORCHS[0]
 
 
 def test_the_stand_in_looks_like_the_class():
