@@ -5,6 +5,7 @@ import inspect
 import sys
 import threading
 from abc import ABCMeta
+from collections.abc import Iterator
 from contextlib import ContextDecorator
 from typing import Any, TypeVar
 
@@ -61,7 +62,8 @@ def patched(**defaults: Any) -> "Patch":
             raise TypeError(
                 f"patched() got an unexpected argument {name!r}; it takes {', '.join(known)}"
             )
-    return Patch(defaults)
+    # An iterator would be empty for the second wrapper, which would then pass through.
+    return Patch({k: list(v) if isinstance(v, Iterator) else v for k, v in defaults.items()})
 
 
 class Patch(ContextDecorator):

@@ -71,6 +71,11 @@ def test_arguments_of_the_call_win_and_none_leaves_the_default():
         assert (model.output_device, model.split) == (1, "chunk")
 
 
+def test_an_iterator_of_devices_serves_all_calls():
+    with patched(device_ids=(device for device in virtual_devices(2))):
+        assert [nn.DataParallel(Net()).device_ids for _ in range(2)] == [[0, 1], [0, 1]]
+
+
 def test_without_defaults_the_wrapper_is_as_if_made_by_hand(monkeypatch):
     monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", "3")
     with patched():
