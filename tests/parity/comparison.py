@@ -113,7 +113,7 @@ def state_of(module):
     return state
 
 
-def compare(ours, theirs, *, torchs):
+def compare(ours, theirs, *, torchs, tolerance=None):
     """Asserts that two steps look alike.
 
     Args:
@@ -122,19 +122,22 @@ def compare(ours, theirs, *, torchs):
         torchs: The reference is torch's, where parameters that nothing uses have zeros as gradients
             (ours are None, as on one device), and errors are new ones that hold the text of
             the original.
+        tolerance: Relative and absolute; by default that of the dtype.
     """
     compare_errors(ours.error, theirs.error, torchs=torchs)
     assert ours.warnings == theirs.warnings
     if ours.error is not None:
         return  # how far the others came is nobody's promise
-    same(ours.output, theirs.output, "output")
-    same(ours.grads, theirs.grads, "gradients of inputs")
+    same(ours.output, theirs.output, "output", tolerance)
+    assert len(ours.grads) == len(theirs.grads)
     assert ours.state.keys() == theirs.state.keys()
-    for name, value in ours.state.items():
-        other = theirs.state[name]
+    values = {**dict(enumerate(ours.grads)), **ours.state}
+    others = {**dict(enumerate(theirs.grads)), **theirs.state}
+    for name, value in values.items():
+        other = others[name]
         if torchs and value is None and isinstance(other, Tensor) and not other.any():
             continue
-        same(value, other, name)
+        same(value, other, name, tolerance)
 
 
 def compare_errors(ours, theirs, *, torchs):
@@ -150,7 +153,7 @@ def compare_errors(ours, theirs, *, torchs):
         assert str(ours) == str(theirs)
 
 
-def same(ours, theirs, what):
+def same(ours, theirs, what, tolerance=None):
     """Asserts that two values are equal, tensors as far as rounding allows."""
     assert type(ours) is type(theirs), (what, ours, theirs)
     if isinstance(ours, Tensor):
@@ -158,16 +161,16 @@ def same(ours, theirs, what):
         assert ours.requires_grad == theirs.requires_grad, what
         assert ours.layout == theirs.layout, what
         a, b = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (ours, theirs))
-        tolerance = _TOLERANCES.get(a.dtype, 0)
+        tolerance = tolerance or _TOLERANCES.get(a.dtype, 0)
         assert torch.allclose(a, b, tolerance, tolerance, equal_nan=True), (what, a, b)
     elif isinstance(ours, dict):
         assert list(ours) == list(theirs), what
         for key, value in ours.items():
-            same(value, theirs[key], f"{what}[{key!r}]")
+            same(value, theirs[key], f"{what}[{key!r}]", tolerance)
     elif isinstance(ours, (tuple, list)):
         assert len(ours) == len(theirs), what
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            same(a, b, f"{what}[{i}]")
+            same(a, b, f"{what}[{i}]", tolerance)
     else:
         assert ours == theirs, what
 

@@ -77,7 +77,9 @@ def chunks(obj, n, dim, split):
             if obj.dim() == 0:
                 return [obj.clone() for _ in range(count)]
             pieces = obj.split(sizes(obj.size(dim), n, split), dim)
-            return pieces if torch.is_grad_enabled() else [piece.detach() for piece in pieces]
+            if torch.is_grad_enabled() or n == 1:
+                return pieces
+            return [piece.detach() for piece in pieces]
         if isinstance(obj, (tuple, list, dict)) and obj:
             entries = obj.values() if isinstance(obj, dict) else obj
             return [like(obj, row) for row in zip(*map(place, entries), strict=True)]
