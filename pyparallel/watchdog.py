@@ -127,7 +127,7 @@ def _look_at_all() -> bool:
     for one in watched:
         try:
             one.look()
-        except Exception:
+        except Exception:  # whatever it is: if this thread ended, every later call could hang
             logging.getLogger("pyparallel").exception("the watchdog of replicas failed")
     return bool(watched)
 
