@@ -37,6 +37,8 @@ class ReplicaTree:
         self.roots = [shells[0] for shells in self._shells]
         self._all = [shell for shells in self._shells for shell in shells]
         self._stale: set[int] = set()
+        # Modules that were written back on some ranks, which have what the original has had then.
+        self._uneven: set[int] = set()
         self._renew_substitutes()
         everything = range(len(self._all))
         for position in everything:
@@ -80,7 +82,8 @@ class ReplicaTree:
             self.values = values
             self._renew_substitutes()
             changed = changed.union(i for i, names in enumerate(self._state.rewired) if names)
-        filled = {i for i in changed if not self._copy_plain_attributes(i)}
+        filled = {i for i in changed if i in self._uneven or not self._copy_plain_attributes(i)}
+        self._uneven -= filled
         if renewed:
             self._bind_values(filled)
         count = len(self._state.modules)
@@ -114,6 +117,8 @@ class ReplicaTree:
         if users and users != self._references_written(dirty):
             return False
         self._rewrite(dirty)
+        count = len(self._state.modules)
+        self._uneven.update(position % count for position in dirty)
         self._clean = True
         return True
 

@@ -207,6 +207,27 @@ def test_validation_while_a_graph_keeps_the_old_weights(wrap):
         optimizer.step()
 
 
+def test_a_mode_that_changes_while_one_replica_is_kept(wrap):
+    """What the kept one wrote is undone when it is free again: it gets the new mode before others."""
+
+    class Writes(nn.Module):
+        def forward(self, x):
+            if self.training:
+                self.seen = x
+                kept.append(self)
+            return x + self.training
+
+    kept = []
+    model = wrap(Writes())
+    x = torch.zeros(3)
+    assert model(x[:1]).tolist() == [1]
+    model.eval()
+    kept.clear()
+    assert model(x).tolist() == [0, 0, 0]
+    model.train()
+    assert model(x).tolist() == [1, 1, 1]
+
+
 def test_fewer_ranks_than_devices(wrap):
     net = Net().eval()
     model = wrap(net, 4)
