@@ -69,7 +69,8 @@ class Backend {
   // Work launched next starts after everything queued so far on every rank's caller stream, because
   // one rank's kernels read and write other ranks' memory.
   virtual void begin(std::span<const StreamHandle> callers) = 0;
-  // Runs tasks on the rank's communication stream. Pointer arrays of tasks stay valid until end().
+  // Runs tasks on the rank's communication stream. Tasks and their pointer arrays stay valid until
+  // end().
   // Tasks launched between two barriers are unordered among each other.
   virtual void launch(u32 rank, std::span<const Task> tasks) = 0;
   // The same for one copy of one row to one destination, by the copy engine of the rank's device.

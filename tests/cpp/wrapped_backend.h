@@ -109,7 +109,7 @@ class AsynchronousBackend : public WrappedBackend {
     queue([this, callers] { WrappedBackend::begin(callers); });
   }
   void launch(u32 rank, std::span<const Task> tasks) override {
-    // Pointer arrays of tasks are the caller's until end() only.
+    // Tasks and their pointer arrays are the caller's until end() only.
     auto copy = std::make_shared<std::vector<Task>>(tasks.begin(), tasks.end());
     auto pointers = std::make_shared<std::deque<std::vector<void*>>>();
     for (Task& task : *copy) {
@@ -123,6 +123,7 @@ class AsynchronousBackend : public WrappedBackend {
     }
     queue([this, rank, copy, pointers] {
       kept_.push_back(pointers);
+      kept_.push_back(copy);
       WrappedBackend::launch(rank, *copy);
     });
   }
@@ -185,7 +186,7 @@ class AsynchronousBackend : public WrappedBackend {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<std::function<void()>> works_;
-  std::vector<std::shared_ptr<std::deque<std::vector<void*>>>> kept_;
+  std::vector<std::shared_ptr<void>> kept_;
   std::thread thread_{[this] { run(); }};
 };
 

@@ -39,10 +39,13 @@ void HostBackend::read(u32, void* to, const void* from, u64 bytes) { std::memcpy
 u32 HostBackend::max_channels() const { return kMaxFlagChannels; }
 
 // Whatever a call that failed had left is dropped.
-void HostBackend::begin(std::span<const StreamHandle>) { pending_.clear(); }
+void HostBackend::begin(std::span<const StreamHandle>) { pending_ = {}; }
 
 void HostBackend::launch(u32, std::span<const Task> tasks) {
-  pending_.insert(pending_.end(), tasks.begin(), tasks.end());
+  // Those of one step follow each other in one array. What does not follow runs first: tasks of a
+  // step may run in any order.
+  if (tasks.data() != pending_.data() + pending_.size()) barrier();
+  pending_ = {tasks.data() - pending_.size(), pending_.size() + tasks.size()};
 }
 
 void HostBackend::launch_flagged(const FlagArgs& args) {
@@ -52,7 +55,7 @@ void HostBackend::launch_flagged(const FlagArgs& args) {
 
 void HostBackend::barrier() {
   run_tasks(pending_);
-  pending_.clear();
+  pending_ = {};
 }
 
 std::unique_ptr<SegmentSender> HostBackend::make_segment_sender(const SendTable& table) {

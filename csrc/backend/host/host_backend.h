@@ -35,7 +35,7 @@ class HostBackend : public Backend {
   CommunicationThread* communication_thread() override;
 
  private:
-  std::vector<Task> pending_;  // launched since the last barrier
+  std::span<const Task> pending_;  // launched since the last barrier
 };
 
 }  // namespace pyparallel::host
