@@ -208,7 +208,7 @@ def test_validation_while_a_graph_keeps_the_old_weights(wrap):
 
 
 def test_a_mode_that_changes_while_one_replica_is_kept(wrap):
-    """What the kept one wrote is undone when it is free again: it gets the new mode before others."""
+    """What it wrote is undone when it is free again, and it gets the new mode before others."""
 
     class Writes(nn.Module):
         def forward(self, x):
