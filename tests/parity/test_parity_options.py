@@ -216,7 +216,9 @@ def test_as_a_function(n, batch, back, leaf, mode):
 @given(
     n=st.integers(2, 5),
     batches=st.lists(st.integers(1, 11), min_size=2, max_size=2),
-    between=st.sampled_from(["nothing", "write", "other data", "no grad forward"]),
+    between=st.sampled_from(
+        ["nothing", "write", "other data", "other parameter", "no grad forward"]
+    ),
     order=st.permutations([0, 1]),
     bucket_cap_mb=st.sampled_from([None, 1e-4]),
 )
@@ -234,6 +236,8 @@ def test_two_forwards_before_backward(n, batches, between, order, bucket_cap_mb)
                     module.second.bias.add_(1)  # no gradient depends on it
             if i == 0 and between == "other data":
                 module.second.weight.data = module.second.weight.data * 2
+            if i == 0 and between == "other parameter":
+                module.second.weight = nn.Parameter(module.second.weight.detach() * 2)
             if i == 0 and between == "no grad forward":
                 with torch.no_grad():
                     wrapper(*args, **kwargs)
