@@ -28,7 +28,9 @@ def test_modules(architecture, n, batches, changes, modes, dispatch, bucket_cap_
     sides = wrappers(
         lambda: build(architecture),
         n,
-        torch_too=not TORCH_IS_WRONG & names(architecture),
+        # Where a nested backward does not reach a parameter, torch adds zeros, which are dense.
+        torch_too=not TORCH_IS_WRONG & names(architecture)
+        and not {"sparse embedding", "reentrant checkpoint"} <= names(architecture),
         dispatch=dispatch,
         bucket_cap_mb=bucket_cap_mb,
     )
