@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from notes import notes_of
 from torch import nn
 from torch.profiler import profile
 
@@ -177,7 +178,7 @@ def test_a_replica_that_fails_and_the_next_forward():
     model = DataParallel(Picky(), virtual_devices(3))
     with pytest.raises(ValueError, match="negative") as caught:
         model(torch.tensor([1.0, -1, 1]))
-    assert caught.value.__notes__ == ["Caught ValueError in replica 1 on device 1."]
+    assert notes_of(caught.value) == ["Caught ValueError in replica 1 on device 1."]
     assert model(torch.ones(3)).tolist() == [1, 1, 1]
 
 

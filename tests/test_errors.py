@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import sys
 import traceback
 import warnings
 import weakref
 
 import pytest
 import torch
+from notes import HAVE_NOTES, notes_of
 from torch import nn
 
 import pyparallel
@@ -18,7 +18,6 @@ from pyparallel import env, workers
 from pyparallel.gradient_bucket import GradientBucket
 
 RANKS = 4
-NOTES = sys.version_info >= (3, 11)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ ERRORS = {
     "out of memory": lambda: torch.OutOfMemoryError("CUDA out of memory."),
     "warning": lambda: UserWarning("as an error"),
 }
-if NOTES:
+if HAVE_NOTES:
     ERRORS["group"] = lambda: ExceptionGroup("several", [ValueError(1), KeyError(2)])  # noqa: F821
 
 errors = pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS.keys())
@@ -154,10 +153,6 @@ def model(request, make_devices, monkeypatch):
     return wrapper
 
 
-def notes_of(error):
-    return list(object.__getattribute__(error, "__dict__").get("__notes__", ()))
-
-
 def note(error, rank, model):
     return f"Caught {type(error).__name__} in replica {rank} on device {model.device_ids[rank]}."
 
@@ -170,7 +165,7 @@ def test_the_object_arrives_and_the_next_step_is_right(make, model):
         with pytest.raises(type(error)) as caught, torch.set_grad_enabled(grad):
             model(make_input())
         assert caught.value is error
-        if NOTES:
+        if HAVE_NOTES:
             assert notes_of(error) == [note(error, 2, model)]
         trace = BaseException.__getattribute__(error, "__traceback__")
         code = list(traceback.walk_tb(trace))[-1][0].f_code
@@ -201,7 +196,7 @@ def test_several_replicas_fail_at_once(model):
     check(model)
 
 
-@pytest.mark.skipif(not NOTES, reason="notes came with Python 3.11")
+@pytest.mark.skipif(not HAVE_NOTES, reason="notes came with Python 3.11")
 @pytest.mark.parametrize("make", [ValueError, Frozen])
 def test_one_object_again_and_again_gets_one_note_for_each_replica(make, model):
     error = make()
@@ -335,8 +330,7 @@ def test_a_warning_as_an_error_in_a_replica(model):
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="rank 2") as caught:
             model(make_input())
-    if NOTES:
-        assert notes_of(caught.value) == [note(caught.value, 2, model)]
+    assert notes_of(caught.value) == [note(caught.value, 2, model)]
     check(model)
 
 
@@ -359,8 +353,7 @@ def test_in_an_own_step(method, make_devices):
     with pytest.raises(Frozen) as caught:
         model(make_input())
     assert caught.value is error
-    if NOTES:
-        assert notes_of(error) == []
+    assert notes_of(error) == []
     model.fails = False
     check(model)
 
@@ -386,12 +379,11 @@ def test_an_allocation_that_fails(model):
     model.module = Greedy()
     with pytest.raises(RuntimeError, match="allocate") as caught:
         model(make_input())
-    if NOTES:
-        assert notes_of(caught.value) == [note(caught.value, 1, model)]
+    assert notes_of(caught.value) == [note(caught.value, 1, model)]
     check(model)
 
 
-@pytest.mark.skipif(not NOTES, reason="notes came with Python 3.11")
+@pytest.mark.skipif(not HAVE_NOTES, reason="notes came with Python 3.11")
 def test_a_traceback_that_is_printed_has_torchs_words(model):
     model.module.faults.forward[3] = ValueError("bad")
     with pytest.raises(ValueError) as caught:

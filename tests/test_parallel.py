@@ -136,7 +136,8 @@ def test_lengths_are_checked_in_torchs_words(what):
         with pytest.raises(AssertionError) as caught:
             module.parallel_apply([nn.ReLU()] * 2, **arguments)
         texts.append(str(caught.value))
-    assert texts[0] == texts[1]
+    assert texts[0] == f"The number of modules 2 is not equal to the number of {what} 1"
+    assert texts[1] in (texts[0], "")  # older torch, as 2.6, has words only for inputs
     for inputs in ([], [1], [1, 1, 1]):
         with pytest.raises(AssertionError, match=f"number of modules 2 .* inputs {len(inputs)}"):
             parallel.parallel_apply([nn.ReLU()] * 2, inputs)

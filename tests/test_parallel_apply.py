@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from notes import notes_of
 from torch import nn
 from torch._utils import ExceptionWrapper
 
@@ -215,7 +216,7 @@ def test_a_device_may_be_there_twice(dispatch):
         parallel_apply(
             [Call(lambda: 1), Call(raising(ValueError()))], [()] * 2, None, devices, None
         )
-    assert caught.value.__notes__ == ["Caught ValueError in replica 1 on device 1."]
+    assert notes_of(caught.value) == ["Caught ValueError in replica 1 on device 1."]
 
 
 class TwoArguments(Exception):
@@ -254,7 +255,7 @@ def test_the_users_exception_arrives_as_it_is(dispatch, make):
         apply([lambda: 1, raising(error), raising(RuntimeError("later"))], dispatch=dispatch)
     assert caught.value is error
     assert error.args == make().args
-    assert error.__notes__ == [f"Caught {type(error).__name__} in replica 1 on device 1."]
+    assert notes_of(error) == [f"Caught {type(error).__name__} in replica 1 on device 1."]
     assert any(entry.name == "forward" for entry in caught.traceback)
     assert apply([lambda: 1] * 3, dispatch=dispatch) == [1, 1, 1]
 
@@ -268,7 +269,7 @@ def test_the_note_is_the_first_line_of_torchs_text():
             raise ValueError("bad")
         except ValueError:
             ExceptionWrapper(where="in replica 1 on device 1").reraise()
-    assert ours.value.__notes__ == [str(theirs.value).split("\n")[0]]
+    assert notes_of(ours.value) == [str(theirs.value).split("\n")[0]]
 
 
 @pytest.mark.behaviour(114)
@@ -342,7 +343,7 @@ def test_an_exception_raised_again_gets_no_second_note():
     assert caught.value is again
     with pytest.raises(ValueError):
         apply([raising(again)])
-    assert again.__notes__ == [f"Caught ValueError in replica {r} on device {r}." for r in (1, 0)]
+    assert notes_of(again) == [f"Caught ValueError in replica {r} on device {r}." for r in (1, 0)]
     assert error.__cause__.args == ("Caught Old in replica 0 on device 0.",)
     assert error.__cause__.__cause__ is None
 

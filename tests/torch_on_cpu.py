@@ -146,10 +146,32 @@ class _Accelerator:
         return contextlib.nullcontext()
 
 
+class _Cuda:
+    """What older torch, as 2.6, asks instead of ``torch.accelerator``."""
+
+    Stream = torch.cuda.Stream
+
+    def current_stream(self, device=None):
+        return contextlib.nullcontext()
+
+    def device(self, device):
+        return contextlib.nullcontext()
+
+    def stream(self, stream):
+        return stream
+
+
+class _Amp:
+    def autocast(self, device_type, enabled):
+        return torch.amp.autocast("cpu", enabled=enabled)
+
+
 class _Torch:
     """The module ``torch``, on a machine whose accelerator is the CPU."""
 
     accelerator = _Accelerator()
+    cuda = _Cuda()
+    amp = _Amp()
 
     def __getattr__(self, name):
         return getattr(torch, name)
