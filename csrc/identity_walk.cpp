@@ -57,6 +57,25 @@ bool same_items(PyObject* const* begin, PyObject* const* end, PyObject* containe
   return begin == end;
 }
 
+// PEP 509: every change of any dict gives it a number that no dict has had before. So equal numbers
+// mean equal items, and unequal ones nothing: writing what was there already is a change, too.
+// Python 3.12 deprecates the numbers, and there all items are compared.
+#if PY_VERSION_HEX < 0x030C0000
+constexpr bool kDictsHaveVersions = true;
+uint64_t version_of(PyObject* dict) {
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+}
+#else
+constexpr bool kDictsHaveVersions = false;
+uint64_t version_of(PyObject*) { return 0; }
+#endif
+
+py::object attributes_of(PyObject* object) {
+  auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
+  throw_if_null(dict.ptr());
+  return dict;
+}
+
 // Calls a getter or a method, which needs no arguments. Returns a new reference.
 PyObject* read(PyObject* descriptor, PyObject* object) {
   if (Py_IS_TYPE(descriptor, &PyGetSetDescr_Type)) {
@@ -124,8 +143,7 @@ IdentitySnapshot::Record IdentitySnapshot::look(PyObject* object) {
     record.containers.push_back({object, record.items.size()});
     return record;
   }
-  const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
-  throw_if_null(dict.ptr());
+  const py::object dict = attributes_of(object);
   append_items(record.items, dict.ptr());
   const size_t attributes_end = record.items.size();
   record.containers.push_back({nullptr, attributes_end});
@@ -141,22 +159,44 @@ IdentitySnapshot::Record IdentitySnapshot::look(PyObject* object) {
 
 bool IdentitySnapshot::unchanged(const Record& record) {
   PyObject* const* const items = record.items.data();
-  PyObject* const object = items[0];
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != items[1]) return false;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(items[0])) != items[1]) return false;
+  return same_versions(record) || same_contents(record);
+}
+
+// Whether nothing was written to the containers since same_contents() was last true.
+bool IdentitySnapshot::same_versions(const Record& record) {
+  if (record.versions.empty()) return false;
+  for (size_t c = 0; c < record.containers.size(); ++c) {
+    PyObject* const container = record.containers[c].object;
+    const uint64_t version = container != nullptr
+                                 ? version_of(container)
+                                 : version_of(attributes_of(record.items[0]).ptr());
+    if (version != record.versions[c]) return false;
+  }
+  return true;
+}
+
+bool IdentitySnapshot::same_contents(const Record& record) {
+  record.versions.clear();
+  PyObject* const* const items = record.items.data();
   PyObject* const* item = items + 2;
+  bool dicts_only = kDictsHaveVersions;
   for (const Container& container : record.containers) {
     PyObject* const* const end = items + container.end;
-    if (container.object != nullptr) {
-      // Of a module: one of the items just compared, so it is still the same dict.
-      if (!same_items(item, end, container.object)) return false;
-    } else {
-      // Asked for each time, because the dict itself may have been replaced.
-      const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
-      throw_if_null(dict.ptr());
-      if (!same_items(item, end, dict.ptr())) return false;
+    // A module's own dict is asked for each time, because it may have been replaced. The others are
+    // among the items just compared, so they are still the same dicts.
+    const py::object dict = container.object != nullptr
+                                ? py::reinterpret_borrow<py::object>(container.object)
+                                : attributes_of(items[0]);
+    if (!same_items(item, end, dict.ptr())) {
+      record.versions.clear();
+      return false;
     }
+    dicts_only = dicts_only && PyDict_Check(dict.ptr());
+    if (dicts_only) record.versions.push_back(version_of(dict.ptr()));
     item = end;
   }
+  if (!dicts_only) record.versions.clear();
   return true;
 }
 

@@ -8,6 +8,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace pyparallel {
@@ -78,10 +79,14 @@ class IdentitySnapshot {
   struct Record {
     References items;  // the object, its type, the items of its containers
     std::vector<Container> containers;
+    // Of each container when its items were last found to be these; empty without version tags.
+    mutable std::vector<uint64_t> versions;
   };
 
   static Record look(PyObject* object);
   static bool unchanged(const Record& record);
+  static bool same_versions(const Record& record);
+  static bool same_contents(const Record& record);
 
   std::vector<Record> records_;
 };

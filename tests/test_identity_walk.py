@@ -67,6 +67,41 @@ def test_a_replaced_dict_with_the_same_contents_is_the_same():
     assert snapshot.check() == 0
 
 
+class Plain:
+    def __init__(self):
+        self.number = 0
+
+
+@pytest.mark.parametrize("make", [Thing, Plain, torch.Tensor])
+def test_writes_in_a_hot_loop_are_seen(make):
+    # The interpreter then writes to dicts by a way of its own.
+    thing = make()
+    thing.number = values = [object(), object()]
+    snapshot = _C.IdentitySnapshot([thing])
+    for i in range(200):
+        thing.number = values[i % 2]
+        assert snapshot.check() == 0
+        snapshot.update(0)
+        assert snapshot.check() == snapshot.check() == -1
+        thing.number = values[i % 2]  # no change, and not one that hides the next
+        assert snapshot.check() == snapshot.check() == -1
+
+
+@pytest.mark.parametrize("kind", ["_parameters", "_buffers", "_modules"])
+def test_entries_written_back_are_no_change(kind):
+    thing = Thing()
+    snapshot = _C.IdentitySnapshot([thing])
+    assert snapshot.check() == -1
+    entries = thing.__dict__[kind]
+    ((key, value),) = entries.items()
+    entries[key] = None
+    assert snapshot.check() == 0
+    entries[key] = value
+    assert snapshot.check() == snapshot.check() == -1
+    entries["other"] = None
+    assert snapshot.check() == 0
+
+
 def test_containers_and_other_objects():
     tensor = torch.ones(1)
     objects = [[1, 2], {"a": 1}, OrderedDict(a=1), tensor, []]
