@@ -23,7 +23,6 @@ from pyparallel.functions import (
     BUCKET_SEQUENCE_NUMBER,
     Rows,
     apply,
-    current_streams_of,
     on_streams,
     reduce_add,
     rows_of,
@@ -55,16 +54,20 @@ class BucketNodes:
             gated = apply(Gate, bucket, *parameters)
             outputs = apply(Bucket, bucket, list(chain.from_iterable(aliases)), *gated)
         self._gate = gated[0].grad_fn
+        self._gate_number: int | None = None
+        self._streams: Sequence[torch.cuda.Stream] = ()
         self._node = outputs[0].grad_fn
         set_sequence_number(self._node, BUCKET_SEQUENCE_NUMBER)
         self.rows: Rows = rows_of(outputs, len(parameters))
 
-    def prepare(self, gate_number: int) -> None:
+    def prepare(self, gate_number: int, streams: Sequence[torch.cuda.Stream]) -> None:
         """Sets what the next backward needs: when the gate runs, and where replicas compute."""
-        if gate_number != self._node.gate_number:
-            self._node.gate_number = gate_number
+        # Of each bucket at each forward, so attributes of the node are written only if they change.
+        if gate_number != self._gate_number:
             set_sequence_number(self._gate, gate_number)
-        self._node.streams = current_streams_of(self.bucket.communicator)
+            self._gate_number = gate_number
+        if streams != self._streams:
+            self._node.streams = self._streams = streams
 
     @property
     def hooked(self) -> bool:
@@ -103,8 +106,7 @@ class Bucket(Function):
         ctx.set_materialize_grads(False)
         ctx.bucket = bucket
         ctx.hooked = False
-        ctx.gate_number = None
-        ctx.streams = []
+        ctx.streams = ()
         # detach, because autograd takes an input that is returned as it is for one of several views
         # of it, and then refuses to touch it once the input has been written.
         return (*[tensor.detach() for tensor in tensors], *copies)

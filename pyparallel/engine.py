@@ -16,7 +16,7 @@ from pyparallel.communicator import get_communicator
 from pyparallel.detection import ModuleState, look
 from pyparallel.devices import Device
 from pyparallel.forward_ad import refuse_tangents
-from pyparallel.functions import BUCKET_SEQUENCE_NUMBER
+from pyparallel.functions import BUCKET_SEQUENCE_NUMBER, current_streams_of
 from pyparallel.owned import OwnedTensors, accounted
 from pyparallel.rank_memory import RankMemory
 from pyparallel.rank_values import RankValues, RecordedValues
@@ -279,8 +279,9 @@ class Engine:
         # The all-reduce of DDP around us starts when a bucket's gradients have passed the gate. So
         # there the gate comes right behind its bucket; else it waits as long as it can.
         inside_ddp = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+        streams = current_streams_of(self._communicator)
         for i, nodes in enumerate(buckets):
-            nodes.prepare(BUCKET_SEQUENCE_NUMBER - 1 if inside_ddp else len(buckets) - i)
+            nodes.prepare(BUCKET_SEQUENCE_NUMBER - 1 if inside_ddp else len(buckets) - i, streams)
 
 
 def _memory_groups(

@@ -178,7 +178,7 @@ def test_nodes_belong_to_the_side_stream_of_the_root(mode, layer):
     # Both were applied there, and what the caller had is current again.
     assert layer.log == [("enters", "side:0")]
     assert [stream.name for stream in layer.current] == ["compute"] * 3
-    nodes.prepare(1)
+    nodes.prepare(1, layer.current)
     layer.log.clear()
     loss = sum((tensor * tensor).sum() for row in nodes.rows for tensor in row)
     if mode == "twice":
