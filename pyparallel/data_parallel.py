@@ -38,11 +38,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _untraced(method: F) -> F:
     """Keeps torch.compile out of a step that works on the objects themselves, not on tensors."""
 
+    untraced = None
+
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        # Not at import: it imports dynamo, which takes seconds.
+        nonlocal untraced
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(method)(*args, **kwargs)  # type: ignore[no-untyped-call]
+            if untraced is None:
+                # Not at import: it imports dynamo, which takes seconds. And only once: torch 2.6
+                # compiles what comes after it again for each function that it has made.
+                untraced = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+            return untraced(*args, **kwargs)
         return method(*args, **kwargs)
 
     return cast(F, step)

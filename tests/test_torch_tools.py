@@ -163,7 +163,9 @@ def test_a_compiled_wrapper_is_not_compiled_again_and_again(n, pair, counting_ba
     net, dp, _ = pair(n=n)
     model = torch.compile(dp, backend=backend)
     # dynamo gives up after eight versions of one function, with a warning.
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    names = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")  # the second in torch 2.6
+    (limit, *_) = (name for name in names if hasattr(torch._dynamo.config, name))
+    with torch._dynamo.config.patch({limit: True}):
         for mode in (torch.enable_grad, torch.no_grad):
             for rows in (8, 7, 6, 5, 4, 3):
                 x = torch.randn(rows, 3, dtype=torch.float64, device=dp.module.first.weight.device)
