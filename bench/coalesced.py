@@ -1,6 +1,7 @@
 """Many small tensors against one flat tensor of as many bytes, broadcast to virtual devices."""
 
 import functools
+from array import array
 
 import torch
 from bars import Line, Sample, in_turns, median_ms, quartiles, ratios, sample
@@ -55,11 +56,17 @@ def _persistent(tensors: list[torch.Tensor], rounds: int) -> Line:
     count = (layout.offsets[-1] + layout.nbytes[-1]) // tensors[0].element_size()
     outputs = [Buffer(device, count, torch.float32, 0) for device in ranks.devices[1:]]
     destinations = [0, *(output.pointer for output in outputs)]
-    sources = [t.data_ptr() for t in tensors]
+    sources = array("Q", [t.data_ptr() for t in tensors])
 
     def many() -> None:
         ranks.core.broadcast(
-            0, sources, layout.offsets, layout.nbytes, destinations, ranks.streams, "auto"
+            0,
+            sources,
+            layout.moved_offsets,
+            layout.moved_nbytes,
+            destinations,
+            ranks.streams,
+            "auto",
         )
 
     expected = torch.full((count,), -1.0)  # between the tensors nothing is written

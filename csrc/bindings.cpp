@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -83,12 +84,31 @@ py::object to_items(py::handle sequence) {
   return to_tuple(sequence);
 }
 
+// Whether `sequence` was an array of unsigned 64-bit ints, as array("Q") is; then its items are in
+// `values`.
+template <class T>
+bool copy_array(py::handle sequence, std::vector<T>& values) {
+  static_assert(sizeof(T) == sizeof(u64));
+  if (!PyObject_CheckBuffer(sequence.ptr())) return false;
+  const py::buffer_info array = py::reinterpret_borrow<py::buffer>(sequence).request();
+  const bool fits = array.ndim == 1 && array.item_type_is_equivalent_to<u64>() &&
+                    array.strides[0] == static_cast<py::ssize_t>(sizeof(u64));
+  if (!fits) return false;
+  values.resize(static_cast<size_t>(array.size));
+  if (!values.empty()) std::memcpy(values.data(), array.ptr, values.size() * sizeof(T));
+  return true;
+}
+
 // Lists hold thousands of ints: the casters of pybind11 would take several times as long.
 template <class T>
 std::vector<T> to_vector(py::handle sequence, const char* what) {
+  std::vector<T> values;
+  if constexpr (sizeof(T) == sizeof(u64)) {
+    if (copy_array(sequence, values)) return values;
+  }
   const py::object items = to_items(sequence);
   const auto size = PySequence_Fast_GET_SIZE(items.ptr());
-  std::vector<T> values(static_cast<size_t>(size));
+  values.resize(static_cast<size_t>(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
     const u64 number = to_u64(PySequence_Fast_GET_ITEM(items.ptr(), i), what);
     if constexpr (std::is_pointer_v<T>) {

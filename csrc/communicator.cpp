@@ -97,7 +97,7 @@ void Communicator::broadcast(u32 root, std::span<const void* const> sources,
   const Algorithm& chosen = choose(Collective::kBroadcast, bytes, 1, one_piece, streams, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0 || nranks_ == 1) return raise_failure();
-    EventPlan& plan = broadcast_plan_.get(
+    const EventPlan& plan = broadcast_plan_.get(
         {chosen.event_algorithm, root, 1, segments, {}}, [&](EventPlan storage) {
           return plan_broadcast(chosen.event_algorithm, nranks_, root, segments,
                                 plan_runner_->staging(), std::move(storage));
@@ -129,7 +129,7 @@ void Communicator::reduce_add(u32 root, std::span<const void* const> sources,
     outputs[root] = destination;
     const u32 element = element_bytes(dtype);
     const EventAlgorithm event_algorithm = sum.algorithm->event_algorithm;
-    EventPlan& plan = sum_plan_.get(
+    const EventPlan& plan = sum_plan_.get(
         {event_algorithm, root, element, segments, sum.present}, [&](EventPlan storage) {
           return plan_reduce_add(event_algorithm, nranks_, root, segments, sum.present, element,
                                  plan_runner_->staging(), std::move(storage));
@@ -201,8 +201,8 @@ void Communicator::all_reduce(std::span<const void* const> sources,
       choose(Collective::kAllReduce, bytes, element_bytes(dtype), true, streams, algorithm);
   if (!chosen.flag_ordered) {
     if (bytes == 0) return raise_failure();
-    EventPlan plan = plan_all_reduce(chosen.event_algorithm, nranks_, bytes, element_bytes(dtype),
-                                     plan_runner_->staging());
+    const EventPlan plan = plan_all_reduce(chosen.event_algorithm, nranks_, bytes,
+                                           element_bytes(dtype), plan_runner_->staging());
     return run_plan(plan, {sources, 1, destinations}, dtype, streams);
   }
   FlagBuffers buffers;
@@ -222,7 +222,8 @@ void Communicator::scatter(u32 root, const void* source, u64 rows, u64 pitch,
                                 destinations, streams);
   if (skip == (1u << nranks_) - 1) return raise_failure();
   PP_CHECK_ARG(source, "scatter: the source of ", rows, " rows of ", pitch, " bytes is null");
-  EventPlan plan = plan_scatter(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging());
+  const EventPlan plan =
+      plan_scatter(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging());
   run_plan(plan, {{&source, 1}, 0, destinations}, DType::kFloat32, streams);
 }
 
@@ -239,7 +240,8 @@ void Communicator::gather(u32 root, std::span<const void* const> sources, u64 ro
                " bytes is null");
   std::array<void*, kMaxRanks> outputs{};
   outputs[root] = destination;
-  EventPlan plan = plan_gather(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging());
+  const EventPlan plan =
+      plan_gather(nranks_, root, rows, pitch, shares, skip, plan_runner_->staging());
   run_plan(plan, {sources, 1, outputs}, DType::kFloat32, streams);
 }
 

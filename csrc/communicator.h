@@ -109,7 +109,7 @@ class Communicator {
   Sum check_sum(u32 root, std::span<const void* const> sources, std::span<const Segment> segments,
                 const void* destination, DType dtype, std::span<const StreamHandle> streams,
                 std::string_view algorithm) const;
-  void run_plan(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
+  void run_plan(const EventPlan& plan, const PlanBuffers& buffers, DType dtype,
                 std::span<const StreamHandle> streams);
   void run_flagged(Collective collective, const Algorithm& algorithm, u32 root, u64 bytes,
                    DType dtype, const FlagBuffers& buffers, std::span<const StreamHandle> streams);

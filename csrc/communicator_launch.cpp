@@ -27,7 +27,7 @@ std::string Communicator::describe_selection() const {
                  ")\n", selection_.describe(backend_->max_channels() > 0));
 }
 
-void Communicator::run_plan(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
+void Communicator::run_plan(const EventPlan& plan, const PlanBuffers& buffers, DType dtype,
                             std::span<const StreamHandle> streams) {
   raise_failure();
   plan_runner_->run(plan, buffers, dtype, streams);

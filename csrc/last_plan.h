@@ -23,7 +23,7 @@ class LastPlan {
 
   // The last plan if it is of the same subject, else make(storage), which may use its memory.
   template <class Make>
-  EventPlan& get(const Subject& subject, Make make) {
+  const EventPlan& get(const Subject& subject, Make make) {
     if (!known_ || !same(subject)) {
       known_ = false;  // if something fails
       plan_ = make(std::move(plan_));

@@ -2,7 +2,7 @@
 #include "plan_runner.h"
 
 #include <algorithm>
-#include <tuple>
+#include <array>
 
 #include "launch_group.h"
 
@@ -27,9 +27,7 @@ PlanRunner::~PlanRunner() {
 }
 
 const PlanRunner::Stages& PlanRunner::stages_of(const EventPlan& plan) {
-  const auto staged = [](const Place& place) { return place.memory == Memory::kStage; };
-  const bool none = std::none_of(plan.places.begin(), plan.places.end(), staged);
-  if (none) return shared_stages_;  // nobody looks
+  if (!plan.staged) return shared_stages_;  // nobody looks
   const std::array<u32, kMaxRanks> users = stage_users(plan);
   const auto neighbours = [this](u32 rank) {
     return RankSet{1} << (rank + 1) % nranks_ | RankSet{1} << (rank + nranks_ - 1) % nranks_;
@@ -48,45 +46,33 @@ const PlanRunner::Stages& PlanRunner::stages_of(const EventPlan& plan) {
   return stages;
 }
 
-void* PlanRunner::address(const Place& place, const PlanBuffers& buffers,
-                          const Stages& stages) const {
-  u8* base = nullptr;
-  switch (place.memory) {
-    case Memory::kInput:
-      // Plans never write to an input: it appears among sources only.
-      base = static_cast<u8*>(
-          const_cast<void*>(buffers.inputs[place.rank * buffers.rank_stride + place.segment]));
-      break;
-    case Memory::kOutput:
-      base = static_cast<u8*>(buffers.outputs[place.rank]);
-      break;
-    case Memory::kStage:
-      base = static_cast<u8*>(stages[place.rank]);
-      break;
+// With thousands of moves this takes as long as moving 100 KB, during which no other core works.
+void PlanRunner::resolve(const EventPlan& plan, const PlanBuffers& buffers, DType dtype) {
+  const Stages& stages = stages_of(plan);
+  std::array<u8*, kMaxRanks> outputs{}, stage_starts{};
+  for (u32 rank = 0; rank < nranks_; ++rank) {
+    outputs[rank] = static_cast<u8*>(buffers.outputs[rank]);
+    if (plan.staged) stage_starts[rank] = static_cast<u8*>(stages[rank]);
   }
-  return base + place.offset;
+  const auto address = [&](const Place& place) -> void* {
+    if (place.memory == Memory::kOutput) return outputs[place.rank] + place.offset;
+    if (place.memory == Memory::kStage) return stage_starts[place.rank] + place.offset;
+    // Plans never write to an input: it appears among sources only.
+    const void* input = buffers.inputs[place.rank * buffers.rank_stride + place.segment];
+    return static_cast<u8*>(const_cast<void*>(input)) + place.offset;
+  };
+  pointers_.resize(plan.places.size());
+  std::transform(plan.places.begin(), plan.places.end(), pointers_.begin(), address);
+  tasks_.resize(plan.moves.size());
+  std::transform(plan.moves.begin(), plan.moves.end(), tasks_.begin(), [&](const Move& move) {
+    return task_of(move, pointers_.data() + move.first_place, dtype);
+  });
 }
 
-void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
+void PlanRunner::run(const EventPlan& plan, const PlanBuffers& buffers, DType dtype,
                      std::span<const StreamHandle> streams) {
   if (plan.moves.empty()) return;
-  // Equal executors next to each other make one launch of each rank's share of a step, copies of
-  // its engine aside.
-  const auto in_order = [](const Move& a, const Move& b) {
-    return std::tie(a.step, a.executor, a.engine) < std::tie(b.step, b.executor, b.engine);
-  };
-  if (!std::is_sorted(plan.moves.begin(), plan.moves.end(), in_order)) {
-    std::stable_sort(plan.moves.begin(), plan.moves.end(), in_order);
-  }
-  const Stages& stages = stages_of(plan);
-  pointers_.resize(plan.places.size());
-  for (size_t i = 0; i < pointers_.size(); ++i)
-    pointers_[i] = address(plan.places[i], buffers, stages);
-  tasks_.resize(plan.moves.size());
-  for (size_t i = 0; i < tasks_.size(); ++i) {
-    const Move& move = plan.moves[i];
-    tasks_[i] = task_of(move, pointers_.data() + move.first_place, dtype);
-  }
+  resolve(plan, buffers, dtype);
   LaunchGroup group(backend_, streams);
   for (size_t i = 0; i < tasks_.size();) {
     const Move& first = plan.moves[i];
@@ -95,6 +81,8 @@ void PlanRunner::run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
       backend_.copy(first.executor, tasks_[i++]);
       continue;
     }
+    // Equal executors next to each other make one launch of each rank's share of a step, copies of
+    // its engine aside.
     size_t end = i + 1;
     while (end < tasks_.size() && !plan.moves[end].engine && plan.moves[end].step == first.step &&
            plan.moves[end].executor == first.executor) {

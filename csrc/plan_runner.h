@@ -23,16 +23,15 @@ class PlanRunner {
 
   Staging staging() const { return {backend_.direct(), stage_slot_bytes_}; }
 
-  // Launches everything and leaves nothing that refers to `plan` or `buffers`. Sorts the plan's
-  // moves by executor.
-  void run(EventPlan& plan, const PlanBuffers& buffers, DType dtype,
+  // Launches everything and leaves nothing that refers to `plan` or `buffers`.
+  void run(const EventPlan& plan, const PlanBuffers& buffers, DType dtype,
            std::span<const StreamHandle> streams);
 
  private:
   using Stages = std::vector<void*>;  // one region a rank; empty until a plan needs them
 
   const Stages& stages_of(const EventPlan& plan);
-  void* address(const Place& place, const PlanBuffers& buffers, const Stages& stages) const;
+  void resolve(const EventPlan& plan, const PlanBuffers& buffers, DType dtype);
 
   Backend& backend_;
   const u32 nranks_;

@@ -1,6 +1,7 @@
 """The compiled core, which knows no torch.
 
-Pointers and stream handles are plain ints, sizes and offsets are bytes.
+Pointers and stream handles are plain ints, sizes and offsets are bytes. An ``array("Q")`` of them
+is read several times as fast as a list.
 """
 
 from collections.abc import Sequence

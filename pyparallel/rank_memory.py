@@ -6,6 +6,7 @@ write (another Parameter object, ``p.data = other``). So before different bytes 
 references to the copies are counted. If there are more than our own, new memory is taken.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -172,17 +173,16 @@ class RankMemory:
         self._sources = self._addresses()
         self._make_table()
 
-    def _addresses(self) -> list[int]:
-        return [self.copies[0][i].data_ptr() for i in self._layout.nonempty]
+    def _addresses(self) -> "array[int]":
+        return array("Q", [self.copies[0][i].data_ptr() for i in self._layout.nonempty])
 
     def _make_table(self) -> None:
         self._sent, self._skipped = self.transferred()
-        moved = self._layout.nonempty
         self._core = self._communicator.core
         self._table = _C.SegmentTable(
             self._core,
             0,
-            [self._layout.offsets[i] for i in moved],
-            [self._layout.nbytes[i] for i in moved],
+            self._layout.moved_offsets,
+            self._layout.moved_nbytes,
             self._flats,
         )

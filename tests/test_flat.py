@@ -17,6 +17,8 @@ def test_offsets_are_aligned_and_do_not_overlap():
     assert layout.nbytes == [8, 0, 512, 520, 24]
     assert layout.offsets == [0, 512, 512, 1024, 2048]
     assert layout.nonempty == [0, 2, 3, 4]
+    assert layout.moved_offsets.tolist() == [0, 512, 1024, 2048]
+    assert layout.moved_nbytes.tolist() == [8, 512, 520, 24]
 
 
 @pytest.mark.behaviour(95)

@@ -52,8 +52,9 @@ struct Move {
 
 struct EventPlan {
   std::vector<Place> places;
-  std::vector<Move> moves;  // ordered by step
+  std::vector<Move> moves;  // ordered by step, executor and engine
   u32 nsteps = 0;
+  bool staged = false;  // whether any place lies in a stage
 };
 
 // One tensor inside a flat buffer: where it starts and how long it is, in bytes.

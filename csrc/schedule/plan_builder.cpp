@@ -1,5 +1,7 @@
 #include "plan_builder.h"
 
+#include <tuple>
+
 #include "../check.h"
 
 namespace pyparallel {
@@ -78,9 +80,13 @@ void PlanBuilder::sum(u32 step, u32 executor, std::span<const Place> sources,
 }
 
 EventPlan PlanBuilder::finish() {
-  const auto in_order = [](const Move& a, const Move& b) { return a.step < b.step; };
+  const auto in_order = [](const Move& a, const Move& b) {
+    return std::tie(a.step, a.executor, a.engine) < std::tie(b.step, b.executor, b.engine);
+  };
   if (!std::is_sorted(plan_.moves.begin(), plan_.moves.end(), in_order))
     std::stable_sort(plan_.moves.begin(), plan_.moves.end(), in_order);
+  const auto staged = [](const Place& place) { return place.memory == Memory::kStage; };
+  plan_.staged = std::any_of(plan_.places.begin(), plan_.places.end(), staged);
   return std::move(plan_);
 }
 

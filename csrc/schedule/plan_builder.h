@@ -20,6 +20,7 @@ class PlanBuilder {
     plan_.places.clear();
     plan_.moves.clear();
     plan_.nsteps = 0;
+    plan_.staged = false;
   }
 
   // Makes room for that many moves and places: with thousands of tensors, growing takes half of the

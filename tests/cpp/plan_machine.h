@@ -63,9 +63,12 @@ class Machine {
     std::shuffle(order.begin(), order.end(), random_);
     std::stable_sort(order.begin(), order.end(),
                      [&](u32 a, u32 b) { return plan.moves[a].step < plan.moves[b].step; });
+    const auto key = [](const Move& m) { return std::tuple(m.step, m.executor, m.engine); };
     for (size_t i = 1; i < plan.moves.size(); ++i)
-      EXPECT(plan.moves[i - 1].step <= plan.moves[i].step, i);
+      EXPECT(key(plan.moves[i - 1]) <= key(plan.moves[i]), i);
     for (u32 i : order) run(plan, i);
+    const auto staged = [](const Place& place) { return place.memory == Memory::kStage; };
+    EXPECT(plan.staged == std::ranges::any_of(plan.places, staged), plan.staged);
     EXPECT(plan.nsteps == (plan.moves.empty() ? 0 : plan.moves.back().step + 1), plan.nsteps);
   }
 
