@@ -11,6 +11,7 @@
 #include "backend/cuda/cuda_info.h"
 #include "backend/host/communication_thread.h"
 #include "backend/host/faulty_backend.h"
+#include "backend/host/huge_pages.h"
 #include "backend/host/limits.h"
 #include "check.h"
 #include "communicator.h"
@@ -327,6 +328,12 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
   m.def("cuda_device_count", [] { return cuda_device_count(); }, py::call_guard<WithoutGil>());
   m.def("cuda_driver_version", [] { return str_or_none(cuda_driver_version()); });
 
+  m.def(
+      "advise_huge_pages",
+      [](u64 address, u64 nbytes) {
+        host::advise_huge_pages(reinterpret_cast<void*>(address), nbytes);
+      },
+      "address"_a, "nbytes"_a);
   m.def("move_at_limit", &move_at_limit, "streaming"_a, "sources"_a, "destinations"_a, "nbytes"_a);
 
   const CommunicatorOptions defaults;

@@ -27,6 +27,9 @@ def cuda_device_count() -> int:
     """Devices that this build can drive; 0 without a driver or without CUDA. Never raises."""
 
 def cuda_driver_version() -> str | None: ...
+def advise_huge_pages(address: int, nbytes: int) -> None:
+    """Asks for pages of 2 MiB for host memory of at least 4 MiB that nobody has touched yet."""
+
 def move_at_limit(
     streaming: bool, sources: Sequence[int], destinations: Sequence[int], nbytes: int
 ) -> None:

@@ -160,6 +160,8 @@ class RankMemory:
                 self.copies.append(list(map(as_type_of, originals, copies)))
                 self._flats.append(address)
                 self._storages.append(copies[0].untyped_storage())
+                if device.kind == "cpu":  # a tenth of the time of sends that change everything
+                    _C.advise_huge_pages(address, self._storages[-1].nbytes())
         others = list(chain.from_iterable(self.copies[1:]))
         self.owned = OwnedTensors(others)
         self._layouts = layouts_of(others)
