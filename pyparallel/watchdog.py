@@ -1,7 +1,7 @@
 """A thread that notices when threads wait instead of working.
 
 It looks from time to time while there is anything to look at. To be watched costs a call two
-operations on a dict; each look takes the interpreter lock, about 0.1 ms of the watched thread.
+operations on a set; each look takes the interpreter lock, about 0.1 ms of the watched thread.
 """
 
 import logging
@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from typing import Protocol
 
 # The longest time between two looks, in seconds.
@@ -60,7 +61,8 @@ class Progress:
             self._since = now
         idle = now - self._since
         if idle > 0:
-            nested = _nested.get(self._ident)
+            reference = _nested.get(self._ident)
+            nested = reference() if reference is not None else None
             if nested is not None:
                 return min(idle, nested.idle_seconds())
             if _in_debugger(self._ident):
@@ -76,16 +78,17 @@ class Idle(Protocol):
         """For how long all have waited."""
 
 
-_watched: dict[int, Watched] = {}
-_nested: dict[int, Idle] = {}
+# Both hold nothing alive: an interrupt may keep a call from taking its entry out.
+_watched: set[weakref.ref[Watched]] = set()
+_nested: dict[int, weakref.ref[Idle]] = {}
 _awake = threading.Event()
 _thread: threading.Thread | None = None
 
 
 def watch(watched: Watched) -> None:
-    """Has ``watched.look`` called until ``unwatch``."""
+    """Has ``watched.look`` called until ``unwatch``, or until nobody else holds ``watched``."""
     global _thread
-    _watched[id(watched)] = watched
+    _watched.add(weakref.ref(watched))
     if _thread is None or not _awake.is_set():
         _awake.set()
         if _thread is None:
@@ -97,12 +100,12 @@ def watch(watched: Watched) -> None:
 
 def unwatch(watched: Watched) -> None:
     """Ends ``watch``; one more look may be under way."""
-    _watched.pop(id(watched), None)
+    _watched.discard(weakref.ref(watched))
 
 
 def waits_for(inner: Idle) -> None:
     """Tells that the calling thread waits for others, and works as long as they do."""
-    _nested[threading.get_ident()] = inner
+    _nested[threading.get_ident()] = weakref.ref(inner)
 
 
 def waits_no_more() -> None:
@@ -114,7 +117,7 @@ def _run() -> None:
     looks = 0
     while True:
         _awake.wait()
-        time.sleep(min([_INTERVAL, *(w.patience / 2 for w in list(_watched.values()))]))
+        time.sleep(min([_INTERVAL, *(watched.patience / 2 for watched in _alive())]))
         looks = 0 if _look_at_all() else looks + 1
         if looks > _IDLE_LOOKS:
             _awake.clear()
@@ -122,14 +125,24 @@ def _run() -> None:
                 _awake.set()
 
 
+def _alive() -> list[Watched]:
+    alive = []
+    for reference in list(_watched):
+        if (watched := reference()) is None:
+            _watched.discard(reference)
+        else:
+            alive.append(watched)
+    return alive
+
+
 def _look_at_all() -> bool:
-    watched = list(_watched.values())
-    for one in watched:
+    alive = _alive()
+    for one in alive:
         try:
             one.look()
         except Exception:  # whatever it is: if this thread ended, every later call could hang
             logging.getLogger("pyparallel").exception("the watchdog of replicas failed")
-    return bool(watched)
+    return bool(alive)
 
 
 def _cpu_time(native_id: int) -> float | None:

@@ -131,7 +131,7 @@ def test_nothing_is_held_afterwards():
         pass
 
     def holding(marker):
-        return lambda rank: seen.extend([marker, *watchdog._watched.values()][1:])
+        return lambda rank: seen.extend([marker, *watchdog._alive()][1:])
 
     marker = Marker()
     held = weakref.ref(marker)
@@ -270,6 +270,22 @@ def test_it_sleeps_when_there_is_nothing_and_wakes_up(monkeypatch):
         wait_for(lambda looked=looked: looked.count > 1)
         watchdog.unwatch(looked)
         wait_for(lambda: not watchdog._awake.is_set())
+
+
+@pytest.mark.parametrize("name", ["unwatch", "waits_no_more"])
+def test_an_interrupt_may_keep_a_call_from_taking_its_entry_out(name, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watchdog, "_IDLE_LOOKS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(watchdog, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            go(lambda rank: time.sleep(0.05), in_workers(2, 2))
+    wait_for(lambda: not watchdog._awake.is_set() and not watchdog._watched)
+    # Nor does the thread that was interrupted seem to work for ever.
+    barrier = threading.Barrier(2, timeout=60)
+    assert go(lambda rank: barrier.wait(), in_caller(2), patience=0.05) == (1, {})
 
 
 def test_progress_without_a_clock(monkeypatch):
