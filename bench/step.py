@@ -34,7 +34,7 @@ from models import perceptron
 from origin import facts
 from sums import cpu_seconds, sum_thread
 from torch.profiler import record_function
-from tracing import trace_events
+from tracing import sees_all_threads, trace_events
 
 import pyparallel
 from pyparallel.gradient_bucket import GradientBucket
@@ -133,6 +133,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         file = getattr(args, flag)
         if file and not os.access(file.resolve().parent, os.W_OK):
             parser.error(f"--{flag} {file}: cannot write into {file.resolve().parent}")
+    if args.trace and not sees_all_threads():
+        parser.error(f"--trace: the profiler of torch {torch.__version__} cannot see all threads")
     return args
 
 

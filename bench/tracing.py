@@ -14,13 +14,20 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _CLOCK = "clocks meet here"
 
 
+def sees_all_threads() -> bool:
+    """Whether torch's profiler can see what workers do. That of torch 2.6 cannot."""
+    try:
+        _all_threads()
+    except TypeError:
+        return False
+    return True
+
+
 def trace_events(mode: str, step: Callable[[], object]) -> list[dict[str, Any]]:
     """Runs a step; returns its events, as a process of their own that is named after the mode."""
-    # So that what workers do is seen, too.
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with (
         SumSpans() as sums,
-        profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler,
+        profile(activities=[ProfilerActivity.CPU], experimental_config=_all_threads()) as profiler,
     ):
         with record_function(_CLOCK):
             clock = time.perf_counter()
@@ -47,3 +54,7 @@ def trace_events(mode: str, step: Callable[[], object]) -> list[dict[str, Any]]:
     for event in events:
         event["pid"] = mode
     return events
+
+
+def _all_threads() -> Any:
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
@@ -15,6 +16,8 @@ from sums import spans_of
 @pytest.fixture
 def run(tmp_path, capfd):
     """Runs the bench with tiny sizes; returns its JSON, its trace and what it printed."""
+    if not step.sees_all_threads():
+        pytest.skip("the profiler of this torch cannot see all threads")
 
     def run(*arguments):
         table, trace = tmp_path / "step.json", tmp_path / "trace.json"
@@ -62,6 +65,14 @@ def test_all_modes_are_in_one_trace(run):
 def test_spans():
     looks = [(0.0, 0.0), (1.0, 0.0), (2.0, 0.9), (3.0, 1.3), (4.0, 1.300001), (5.0, 2.4)]
     assert spans_of(looks) == [(1.0, 3.0), (4.0, 5.0)]
+
+
+def test_a_trace_without_what_workers_do_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(step, "sees_all_threads", lambda: False)
+    with pytest.raises(SystemExit) as caught:
+        step.main(["--trace", "trace.json"])
+    assert caught.value.code == 2
+    assert f"torch {torch.__version__} cannot see all threads" in capsys.readouterr().err
 
 
 def test_bad_arguments_are_refused(capsys):

@@ -125,6 +125,10 @@ def test_outputs_that_do_not_fit(first, others, n, batch):
     ours, theirs = seen["ours"], seen["torch's"]
     if {first, others} == {"rows", "none"} or (first == "none" and others != "none"):
         return  # torch drops what the others returned
+    if theirs.error is None and ours.error is not None:
+        # torch takes rows of a tensor for elements, and older torch as many as all replicas have.
+        assert first in ("pair", "triple", "nested") and others != first
+        return
     assert (ours.error is None) == (theirs.error is None), (ours.error, theirs.error)
     if ours.error is None:
         compare(ours, theirs, torchs=True)
