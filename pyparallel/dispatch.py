@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,8 +33,9 @@ class Dispatcher:
       as many as there are CPUs, at most one a rank, and each runs one rank after the other.
     - "auto": whichever of the two is faster, see ``Timing``, as far as that makes no difference to
       results. Calls are timed by classes: grad mode, which modules are training, number of ranks,
-      and size of the inputs within a factor of two. All calls of a class run in workers with
-      equally many CPU threads, because torch's sums depend on that number. They are sequential as
+      and size of the inputs within a factor of two. All calls of a class run in threads with
+      equally many CPU threads, because torch's sums depend on that number: in workers, and also in
+      the calling thread if it has as many and ranks are virtual devices. They are sequential as
       soon as ranks have drawn from a random generator that they share. Nothing is timed, and the
       calling thread runs the ranks with all its CPU threads, if virtual devices run modules that
       draw, such as dropout in training; while a mode or a profiler looks at every operator; and
@@ -116,7 +118,7 @@ class Dispatcher:
             elif timing.may_draw:
                 take(_in_caller(devices), _FIRST_PATIENCE)
             else:
-                _run_timed(take, lanes, one_by_one, timing)
+                _run_timed(take, _with_caller(lanes), _with_caller(one_by_one), timing)
 
     def _at_once(self, devices: Sequence[Device]) -> list[Lane]:
         """One lane for each physical device."""
@@ -169,6 +171,17 @@ class Dispatcher:
 
 def _in_caller(devices: Sequence[Device]) -> list[Lane]:
     return [Lane(tuple(range(len(devices))), 1, None, torch.get_num_threads())]
+
+
+def _with_caller(lanes: Sequence[Lane]) -> Sequence[Lane]:
+    """Lets the calling thread run ranks if it has the CPU threads of a worker.
+
+    It would only sleep, and is awake already: to wake a worker takes some ten microseconds, and
+    Linux likes to put two that were woken on one CPU.
+    """
+    if len(lanes) == 1 and lanes[0].share == torch.get_num_threads():
+        return [replace(lanes[0], with_caller=True)]
+    return lanes
 
 
 def _run_timed(

@@ -26,12 +26,15 @@ class Lane:
         workers: The kind of workers that run them; see ``workers.submit``. None: the calling
             thread runs them, and only one lane is there.
         share: torch's CPU threads of each worker.
+        with_caller: Whether the calling thread runs ranks beside the workers, of which there is
+            one less then. Only if there are no other lanes.
     """
 
     ranks: tuple[int, ...]
     width: int
     workers: str | None
     share: int
+    with_caller: bool = False
 
 
 def take_turns(
@@ -113,12 +116,14 @@ class _Turns:
         self._done = threading.Event()
 
     def start(self) -> None:
-        """Starts the workers; without any, runs all ranks in the calling thread."""
+        """Starts the workers, and runs ranks in the calling thread if that is one of the lane's."""
         try:
-            if self._lanes[0].workers is None:
+            first = self._lanes[0]
+            if first.workers is None or first.with_caller:
                 self._active[0].add(self._caller)
                 try:
-                    self._work(0, self._caller, in_worker=False)
+                    followers = min(first.width, len(first.ranks)) - 1
+                    self._work(0, self._caller, in_worker=False, followers=followers)
                 finally:
                     self._leave(0, self._caller)
             else:
@@ -140,9 +145,8 @@ class _Turns:
 
     def abandon(self) -> None:
         """Starts no more ranks; called by the caller, which runs none any more."""
+        self._start_no_more()
         with self._lock:
-            for pending in self._pending:
-                pending.clear()
             self._begun.discard(self._caller)
             for active in self._active:
                 active &= self._begun
@@ -233,8 +237,15 @@ class _Turns:
                 calls.state.run_here(device, functools.partial(calls.run, rank))
         except BaseException as error:
             calls.failed(rank, error)
+            if not in_worker and issubclass(type(error), KeyboardInterrupt):
+                self._start_no_more()
             return False
         return True
+
+    def _start_no_more(self) -> None:
+        with self._lock:
+            for pending in self._pending:
+                pending.clear()
 
     def _leave(self, i: int, worker: object) -> None:
         with self._lock:

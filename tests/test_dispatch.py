@@ -93,6 +93,26 @@ def test_threads_are_as_many_as_cpus():
     assert len(used) == 2 and 0 not in used
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_caller_takes_part_if_it_has_the_threads_of_a_worker(count, threads_win):
+    barrier = threading.Barrier(2, timeout=60)
+
+    def meet(module, x):
+        if dp._dispatcher._timings and next(iter(dp._dispatcher._timings.values())).decided:
+            barrier.wait()
+        return who(module, x)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        dp = wrap(meet)
+        used = threads_used(dp, calls=ENOUGH + 1)
+    finally:
+        torch.set_num_threads(before)
+    # Two workers have half the caller's threads each, but at least one.
+    assert len(used) == 2 and (0 in used) == (count == 1)
+
+
 @pytest.mark.parametrize("dispatch", WAYS)
 def test_the_function(dispatch):
     module = nn.Linear(4, 4)
@@ -164,8 +184,10 @@ def test_shared_generators_are_used_in_order(draw, train, threads_win):
     first = seeded()
     assert all(torch.equal(seeded(), first) for _ in range(3 * ENOUGH))
     # Threads are what it would have chosen.
-    other = wrap(lambda module, x: who(module, x), n=4)
-    assert 0 not in threads_used(other, calls=ENOUGH)
+    other = wrap(who)
+    threads_used(other, calls=ENOUGH)
+    (measured,) = other._dispatcher._timings.values()
+    assert measured.decided and measured.next_way() == "threads"
 
 
 def test_a_model_that_starts_to_draw(threads_win):
@@ -189,7 +211,9 @@ def test_dropout_layers_are_known_from_the_first_call():
         nn.Sequential(nn.Dropout(0.5), Call(who)), virtual_devices(4), dispatch="auto"
     )
     assert threads_used(dp) == {0}
-    assert 0 not in threads_used(dp.eval())
+    dp.eval()(torch.ones(8, 4))
+    training, evaluating = dp._dispatcher._timings.values()
+    assert training.may_draw and not evaluating.may_draw
 
 
 def test_sums_do_not_depend_on_the_way(threads_win):

@@ -39,7 +39,11 @@ def two_devices():
     return [Lane((0, 2), 1, "cuda:0", 1), Lane((1, 3), 1, "cuda:1", 1)]
 
 
-@pytest.mark.parametrize("lanes", [in_caller(4), in_workers(4, 1)])
+def with_caller(n, width):
+    return [Lane(tuple(range(n)), width, "cpu", 1, with_caller=True)]
+
+
+@pytest.mark.parametrize("lanes", [in_caller(4), in_workers(4, 1), with_caller(4, 1)])
 def test_one_at_once_in_order(lanes):
     order = []
     assert go(order.append, lanes) == (0, {})
@@ -52,6 +56,35 @@ def test_each_lane_in_order():
         order.clear()
         go(order.append, two_devices())
         assert order.index(0) < order.index(2) and order.index(1) < order.index(3)
+
+
+def test_the_caller_is_one_of_those_who_run_ranks():
+    barrier = threading.Barrier(3, timeout=60)
+    idents = set()
+
+    def run(rank):
+        idents.add(threading.get_ident())
+        barrier.wait()
+
+    assert go(run, with_caller(6, 3)) == (0, {})
+    assert len(idents) == 3 and threading.get_ident() in idents
+
+
+def test_after_an_interrupt_of_the_caller_no_ranks_start():
+    started = []
+    caller_is_through = threading.Event()
+
+    def run(rank):
+        started.append(rank)
+        if threading.current_thread() is threading.main_thread():
+            while len(started) < 2:
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+        caller_is_through.wait(0.2)
+
+    _, errors = go(run, with_caller(6, 2))
+    assert sorted(started) == [0, 1]
+    assert [type(error) for error in errors.values()] == [KeyboardInterrupt]
 
 
 def test_a_quick_lane_does_not_end_the_call():
