@@ -37,7 +37,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _untraced(method: F) -> F:
     """Keeps torch.compile out of a step that works on the objects themselves, not on tensors."""
-
     untraced = None
 
     @functools.wraps(method)
@@ -318,9 +317,13 @@ class DataParallel(nn.DataParallel[T]):
         """An int is a device of this wrapper's kind, whatever the environment says by now."""
         on_gpus = cast(torch.device, self.src_device_obj).type == "cuda"
         kind: Literal["cpu", "cuda"] = "cuda" if on_gpus else "cpu"
-        named = [Device(kind, operator.index(d)) if _is_number(d) else d for d in device_ids]
+        named = tuple(device_ids)
         try:
-            return resolve_devices(named)
+            if all(type(d) is int for d in named):  # as they are unless the user assigned others
+                return list(_numbered(kind, named))
+            return resolve_devices(
+                [Device(kind, operator.index(d)) if _is_number(d) else d for d in named]
+            )
         except ValueError as error:
             if on_gpus and max(self.device_ids) >= torch.cuda.device_count():
                 raise ValueError(
@@ -354,6 +357,11 @@ def _check_output_device(target: Device, devices: Sequence[Device]) -> None:
     resolve_devices([devices[0], target])  # refuses a GPU among virtual devices
     count = max(device.index + 1 for device in devices)
     check_exists(target, max(count, env.virtual_device_count() or 0))
+
+
+@functools.lru_cache(maxsize=256)
+def _numbered(kind: Literal["cpu", "cuda"], numbers: tuple[int, ...]) -> tuple[Device, ...]:
+    return tuple(resolve_devices([Device(kind, number) for number in numbers]))
 
 
 def _is_number(device: object) -> bool:
