@@ -1,6 +1,7 @@
 """Devices for the tests: virtual ones, or the ranks of PYPARALLEL_TEST_DEVICES=cuda:0,cuda:0,..."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 # Before torch is imported, which reads it once. Tests compute little, and on a busy machine torch's
@@ -17,6 +18,9 @@ from pyparallel.devices import resolve_devices
 os.environ.setdefault("PYPARALLEL_TIMEOUT_MS", "20000")
 # A replica that uses another rank's memory fails, as it would on GPUs.
 os.environ.setdefault("PYPARALLEL_CHECK_DEVICES", "1")
+# A shell script starts what it puts in the background with interrupts ignored. Tests send them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _test_devices(n: int) -> list[str]:
