@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.replicate import _replicatable_module
 
 from pyparallel.bucket import assign_buckets
+from pyparallel.bucket_functions import Bucket
 from pyparallel.communicator import get_communicator
 from pyparallel.devices import Device
 from pyparallel.functions import Broadcast, broadcast
@@ -22,6 +23,10 @@ from pyparallel.shells import (
 )
 
 M = TypeVar("M", bound=nn.Module)
+
+# A bucket's is that of a persistent replica which the engine has given up meanwhile, as it does
+# when many threads have one each.
+_COPYING_NODES: tuple[type, ...] = (Broadcast._backward_cls, Bucket._backward_cls)
 
 
 def replicate(network: M, devices: Sequence[Device], detach: bool = False) -> list[M]:
@@ -86,7 +91,7 @@ def check_not_modified(replica: nn.Module) -> None:
     """
     for name, parameter in replica.named_parameters():
         node = parameter.grad_fn
-        if node is not None and not isinstance(node, Broadcast._backward_cls):
+        if node is not None and not isinstance(node, _COPYING_NODES):
             raise RuntimeError(
                 "a leaf Variable that requires grad is being used in an in-place operation: "
                 f"forward modified the parameter {name!r}; use torch.no_grad() or a copy of it"

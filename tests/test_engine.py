@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pyparallel.data_parallel import DataParallel
+from pyparallel.tree_pool import _MAX_TREES
 
 N = 3
 
@@ -489,3 +490,17 @@ def test_several_threads(wrap):
     for x, grad in zip(xs, grads, strict=True):
         expected = torch.autograd.grad(net(x).pow(2).sum(), list(net.parameters()))
         torch.testing.assert_close(grad, expected)
+
+
+def test_replicas_that_were_given_up_are_not_taken_for_modified(make_devices):
+    """As when more threads run forwards than the engine keeps trees for."""
+    dp = DataParallel(nn.Linear(3, 2), make_devices(2))
+    held = [dp.replicate(dp.module, dp.device_ids) for _ in range(_MAX_TREES + 2)]
+    assert dp._engine.content._trees.find(held[0][0]) is None
+    for replicas in held:
+        dp._engine.content.check_not_modified(replicas[0])
+    with torch.no_grad():
+        held[1][0].weight.zero_()
+    with pytest.raises(RuntimeError, match="forward modified the parameter 'weight'"):
+        held[0][0].weight.mul_(2)
+        dp._engine.content.check_not_modified(held[0][0])
