@@ -37,17 +37,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _untraced(method: F) -> F:
     """Keeps torch.compile out of a step that works on the objects themselves, not on tensors."""
-    untraced = None
+    untraced: list[Callable[..., Any]] = []
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal untraced
         if torch.compiler.is_compiling():
-            if untraced is None:
+            if not untraced:
                 # Not at import: it imports dynamo, which takes seconds. And only once: torch 2.6
                 # compiles what comes after it again for each function that it has made.
-                untraced = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
-            return untraced(*args, **kwargs)
+                untraced.append(torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+            return untraced[0](*args, **kwargs)
         return method(*args, **kwargs)
 
     return cast(F, step)
@@ -239,10 +238,10 @@ class DataParallel(nn.DataParallel[T]):
 
         The next backward outside sums them together with its own, so that several small batches
         cost one transfer. What counts is where backward runs. Meanwhile ``parameter.grad`` is the
-        first device's part; setting it to None, as ``zero_grad`` does, forgets all parts. A
-        parameter that the backward outside does not reach gets the others' parts when that ends,
-        without hooks. ``torch.autograd.grad`` and gradients that are themselves recorded are always
-        summed.
+        first device's part; setting it to None or to zeros, as ``zero_grad`` does, forgets all
+        parts. A parameter that the backward outside does not reach gets the others' parts when that
+        ends, without hooks. ``torch.autograd.grad`` and gradients that are themselves recorded are
+        always summed.
         """
         if len(self.device_ids) < 2:
             return nullcontext()

@@ -102,18 +102,76 @@ def test_parameters_that_only_later_ranks_use(pair):
     compare_grads(model, net)
 
 
-@pytest.mark.parametrize("way", ["wrapper", "optimizer"])
-def test_zero_grad_forgets_what_was_kept(way, pair):
+def old_idiom(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+
+
+def new_zeros(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+ZERO_GRAD = {
+    "wrapper": lambda model: model.zero_grad(),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(),
+    "in place": lambda model: model.zero_grad(set_to_none=False),
+    "old idiom": old_idiom,
+    "new zeros": new_zeros,
+}
+
+
+@pytest.mark.parametrize("use", ["second", "table"])
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("way", ZERO_GRAD)
+def test_zero_grad_forgets_what_was_kept(way, between, use, pair):
     net, model = pair
     with model.no_sync():
-        model(batches(1)[0]).sum().backward()
-    if way == "wrapper":
-        model.zero_grad()
-    else:
-        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+        model(batches(1)[0], use=use).sum().backward()
+        ZERO_GRAD[way](model)
+        if between:  # a backward that does not reach all of them
+            x = batches(1)[0]
+            model(x, use="other").sum().backward()
+            net(x, use="other").sum().backward()
     x = batches(1)[0]
+    model(x, use=use).sum().backward()
+    net(x, use=use).sum().backward()
+    for a, b in zip(model.module.parameters(), net.parameters(), strict=True):
+        b.grad = torch.zeros_like(b) if b.grad is None and a.grad is not None else b.grad
+    compare_grads(model, net)
+
+
+def test_gradients_changed_in_place_keep_the_others_parts(pair):
+    net, model = pair
+    x = batches(1, 6)[0]
+    with model.no_sync():
+        model(x).sum().backward()
+    scaled = [p.grad.mul_(2).clone() for p in model.module.second.parameters()]
     model(x).sum().backward()
     net(x).sum().backward()
+    first = [p.grad for p in net.second.parameters()]
+    for p, two, whole in zip(model.module.second.parameters(), scaled, first, strict=True):
+        # Twice the first device's part, the parts of the others, and a whole gradient.
+        torch.testing.assert_close(p.grad, two + (whole - two / 2) + whole)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_backward_into_some_parameters_leaves_the_parts_of_the_others(inside, pair):
+    net, model = pair
+    x, z = batches(2)
+    with model.no_sync():
+        model(x).sum().backward()
+        if inside:
+            torch.autograd.backward(model(z).sum(), inputs=list(model.module.second.parameters()))
+    if not inside:
+        torch.autograd.backward(model(z).sum(), inputs=list(model.module.second.parameters()))
+    net(x).sum().backward()
+    torch.autograd.backward(net(z).sum(), inputs=list(net.second.parameters()))
+    if inside:
+        model(x).sum().backward()
+        net(x).sum().backward()
     compare_grads(model, net)
 
 
