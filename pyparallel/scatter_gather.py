@@ -48,10 +48,10 @@ def scatter_kwargs(
     every other object, and an empty container, is shared by all ranks. Chunks of a subclass of
     Tensor are what the operations of torch make of it.
 
-    Tensors that make different numbers of chunks are refused, except those whose rows are all
-    equal, as of a number that the caller repeated for each device, or of a mask with one row: every
-    used rank gets one row of them. The others decide how many ranks are used; if there are none,
-    the first tensor does.
+    Tensors that make different numbers of chunks are refused, except those with at most as many
+    rows as there are ranks, all equal, as of a number that the caller repeated for each device, or
+    of a mask with one row: every used rank gets one row of them. The others decide how many ranks
+    are used; if there are none, the first tensor does.
 
     Args:
         inputs: Positional arguments.
@@ -205,14 +205,15 @@ def _chunk_count(obj: Any, nranks: int, dim: int, split: Split) -> int:
     counts = [len(chunk_sizes(tensor.size(dim), nranks, split)) for tensor in tensors]
     if len(set(counts)) <= 1:
         return counts[0] if counts else nranks
-    differing = [not has_equal_rows(tensor, dim) for tensor in tensors]
+    # More rows than ranks are a batch, whatever is in it: a blank one must not go by other rules.
+    differing = [t.size(dim) > nranks or not has_equal_rows(t, dim) for t in tensors]
     deciding = {count for count, differs in zip(counts, differing, strict=True) if differs}
     if len(deciding) > 1:
         raise ValueError(
             f"scatter: the inputs have sizes {[tensor.size(dim) for tensor in tensors]} along "
             f"dimension {dim}, which make different numbers of chunks on {nranks} devices: "
-            f"{counts}; every tensor needs the batch dimension there, or equal rows, of which each "
-            "device gets one"
+            f"{counts}; every tensor needs the batch dimension there, or at most {nranks} equal rows, "
+            "of which each device gets one"
         )
     return deciding.pop() if deciding else counts[0]
 

@@ -48,9 +48,9 @@ def test_one_row_for_all(rows):
 @pytest.mark.behaviour(41)
 def test_rows_that_differ_are_never_dropped():
     x, y = batch(4, 1), batch(9, 1)
-    constant = torch.ones(9, 1)
-    for inputs in ((x, y), (y, x), (constant, x, y)):
-        with pytest.raises(ValueError, match=r"or equal rows, of which each device gets one"):
+    constant, blank = torch.ones(3, 1), torch.zeros(9, 1)
+    for inputs in ((x, y), (y, x), (constant, x, y), (blank, x), (x, blank)):
+        with pytest.raises(ValueError, match=r"or at most 4 equal rows, of which each device gets"):
             scatter(*inputs)
     for inputs in ((x, constant), (constant, x)):
         args, _ = scatter(*inputs)
