@@ -212,8 +212,8 @@ def _chunk_count(obj: Any, nranks: int, dim: int, split: Split) -> int:
         raise ValueError(
             f"scatter: the inputs have sizes {[tensor.size(dim) for tensor in tensors]} along "
             f"dimension {dim}, which make different numbers of chunks on {nranks} devices: "
-            f"{counts}; every tensor needs the batch dimension there, or at most {nranks} equal rows, "
-            "of which each device gets one"
+            f"{counts}; every tensor needs the batch dimension there, or at most {nranks} equal "
+            "rows, of which each device gets one"
         )
     return deciding.pop() if deciding else counts[0]
 
