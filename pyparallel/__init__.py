@@ -48,3 +48,8 @@ __all__ = [
     "patched",
     "virtual_devices",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names: completion in notebooks need not show our own modules."""
+    return list(__all__)

@@ -5,6 +5,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -122,8 +123,11 @@ class DataParallel(nn.DataParallel[T]):
         resend: Literal["auto", "always"] = "auto",
         dispatch: Dispatch = "auto",
     ) -> None:
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be greater than 0, but is {bucket_cap_mb}")
+        is_size = isinstance(bucket_cap_mb, Real) and bucket_cap_mb > 0
+        if bucket_cap_mb is not None and not is_size:
+            raise ValueError(
+                f"bucket_cap_mb must be a number greater than 0, but is {bucket_cap_mb!r}"
+            )
         if resend not in ("auto", "always"):
             raise ValueError(f"resend must be 'auto' or 'always', but is {resend!r}")
         # Not torch's constructor, which knows no virtual devices.

@@ -58,7 +58,10 @@ def virtual_devices(n: int) -> list[str]:
 
     Raises:
         ValueError: ``n`` is negative or more than 16, the largest number of ranks.
+        TypeError: ``n`` is not an int, such as a string of the environment.
     """
+    if not hasattr(n, "__index__"):
+        raise TypeError(f"virtual_devices expects a number of devices, but got {n!r}")
     if n < 0:
         raise ValueError(f"virtual_devices expects a number of devices, but got {n}")
     check_rank_count(n)

@@ -42,6 +42,8 @@ def test_virtual_devices():
     assert len(virtual_devices(16)) == 16
     with pytest.raises(ValueError, match="-1"):
         virtual_devices(-1)
+    with pytest.raises(TypeError, match="expects a number of devices, but got '4'"):
+        virtual_devices("4")
     with pytest.raises(ValueError, match="at most 16 ranks, but got 17 devices"):
         virtual_devices(17)
 

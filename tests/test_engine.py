@@ -342,8 +342,9 @@ def test_one_percent_trainable(wrap):
 
 
 def test_bad_options_are_refused(wrap):
-    with pytest.raises(ValueError, match="bucket_cap_mb must be greater than 0, but is 0"):
-        wrap(Net(), bucket_cap_mb=0)
+    for cap in (0, "25"):
+        with pytest.raises(ValueError, match=f"bucket_cap_mb must be a number .*, but is {cap!r}"):
+            wrap(Net(), bucket_cap_mb=cap)
     with pytest.raises(ValueError, match="resend must be 'auto' or 'always', but is 'never'"):
         wrap(Net(), resend="never")
 
