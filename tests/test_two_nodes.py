@@ -81,11 +81,12 @@ def check_order(inputs: torch.Tensor, named_devices: list[str]) -> None:
 
     def hook(state: object, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         log.append("all-reduce")
-        return (
-            distributed.all_reduce(bucket.buffer(), async_op=True)
-            .get_future()
-            .then(lambda future: future.value()[0])
-        )
+        # Not with async_op and a callback: gloo's thread drops that when it likes, and torch aborts
+        # if the process ends at this moment.
+        distributed.all_reduce(bucket.buffer())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
 
     rank_values.GradientBucket = Logged  # type: ignore[misc]
     parallel = pyparallel.DataParallel(
