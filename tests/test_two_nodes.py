@@ -1,5 +1,6 @@
 """DistributedDataParallel around DataParallel: two processes stand for two nodes."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,9 @@ def node(rank: int, folder: str, named_devices: list[str]) -> None:
     check_accumulation(inputs, named_devices)
     check_order(inputs[0], named_devices)
     distributed.destroy_process_group()
+    # Without the end of the interpreter: gloo's thread drops Python callbacks when it likes, and torch
+    # aborts if the interpreter ends at that moment.
+    os._exit(0)
 
 
 def check_accumulation(inputs: torch.Tensor, named_devices: list[str]) -> None:
@@ -81,12 +85,11 @@ def check_order(inputs: torch.Tensor, named_devices: list[str]) -> None:
 
     def hook(state: object, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         log.append("all-reduce")
-        # Not with async_op and a callback: gloo's thread drops that when it likes, and torch aborts
-        # if the process ends at this moment.
-        distributed.all_reduce(bucket.buffer())
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
+        return (
+            distributed.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+        )
 
     rank_values.GradientBucket = Logged  # type: ignore[misc]
     parallel = pyparallel.DataParallel(
