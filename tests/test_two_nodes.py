@@ -56,8 +56,8 @@ def node(rank: int, folder: str, named_devices: list[str]) -> None:
     check_accumulation(inputs, named_devices)
     check_order(inputs[0], named_devices)
     distributed.destroy_process_group()
-    # Without the end of the interpreter: gloo's thread drops Python callbacks when it likes, and torch
-    # aborts if the interpreter ends at that moment.
+    # Without the end of the interpreter: gloo's thread drops Python callbacks when it likes, and
+    # torch aborts if the interpreter ends at that moment.
     os._exit(0)
 
 
