@@ -59,30 +59,27 @@ class Accumulation:
         before, self._on = self._on, on
         return before
 
-    def applies(self, leaves: Sequence[Any]) -> bool:
-        """Whether a backward that accumulates into ``.grad`` has anything to do here.
-
-        Args:
-            leaves: The nodes that accumulate the gradients of a bucket's parameters.
-        """
-        return (self._on or bool(self._kept)) and any(map(_will_run, leaves))
-
     def exchange(
         self, leaves: Sequence[Any], grads: OptionalTensors
     ) -> tuple[OptionalTensors, bool]:
         """Keeps gradients, or gives back those kept.
 
         Args:
-            leaves: The nodes of the parameters.
+            leaves: The nodes that accumulate the gradients of a bucket's parameters.
             grads: The gradients of rank 0, rank 1, ...
 
         Returns:
             If gradients are kept: what the parameters get now, one for each, and False. Else the
             gradients of all ranks to be summed, and True.
         """
-        count = len(leaves)
+        if not self._on and not self._kept:
+            return grads, True
         # With ``inputs``, backward leaves out the other parameters: what is kept of them stays.
+        # autograd.grad accumulates into none.
         reached = [(j, leaf.variable) for j, leaf in enumerate(leaves) if _will_run(leaf)]
+        if not reached:
+            return grads, True
+        count = len(leaves)
         merged = list(grads)
         if self._on:
             for j, parameter in reached:

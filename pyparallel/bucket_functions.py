@@ -122,12 +122,10 @@ class Bucket(Function):
                 return (None, None, *differentiable)
             gate = ctx.next_functions[0][0]
             leaves = [leaf for leaf, _ in gate.next_functions]
-            terms: Sequence[Tensor | None] = grads
-            if bucket.accumulation.applies(leaves):
-                terms, to_sum = bucket.accumulation.exchange(leaves, grads)
-                if not to_sum:
-                    bucket.side.follow(terms)
-                    return (None, None, *terms)
+            terms, to_sum = bucket.accumulation.exchange(leaves, grads)
+            if not to_sum:
+                bucket.side.follow(terms)
+                return (None, None, *terms)
             sums = bucket.launch(terms)
             if torch.is_anomaly_enabled():  # it looks at what this node returns
                 bucket.wait()

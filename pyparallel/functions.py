@@ -21,7 +21,6 @@ from pyparallel.communicator import Communicator
 from pyparallel.profiling import reducing
 
 Rows = list[list[Tensor]]
-OptionalRows = list[list[Tensor | None]]
 
 # The engine runs the ready node with the highest number first. Nodes of buckets are created before
 # those of the replicas; with their own numbers they would all run after the last gradient.
