@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from pyparallel.communicator import Communicator, get_communicator
+from pyparallel.data_parallel import DataParallel
 from pyparallel.devices import resolve_devices
+from pyparallel.replicate import replicate
 
 # A rank that never arrives fails its test long before the limit of the test.
 os.environ.setdefault("PYPARALLEL_TIMEOUT_MS", "20000")
@@ -42,6 +44,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def make_devices() -> Callable[[int], list[str]]:
     """Returns a function from a number of ranks to their devices."""
     return _test_devices
+
+
+@pytest.fixture
+def wrap() -> Callable[..., DataParallel]:
+    """Returns a function that wraps a module, for three ranks if not told otherwise."""
+    return lambda module, n=3, **options: DataParallel(module, _test_devices(n), **options)
+
+
+@pytest.fixture
+def replicas_of() -> Callable[..., list[torch.nn.Module]]:
+    """Returns a function that makes fresh replicas of a module, for three ranks as ``wrap``."""
+    return lambda module, n=3, **options: replicate(
+        module, resolve_devices(_test_devices(n)), **options
+    )
+
+
+@pytest.fixture
+def on_the_first_device() -> Iterator[None]:
+    """Seeds, and makes tensors on the device of rank 0."""
+    torch.manual_seed(0)
+    with resolve_devices(_test_devices(1))[0].torch_device:
+        yield
 
 
 @pytest.fixture(params=[1, 2, 3, 4, 5], ids=lambda n: f"ranks{n}")

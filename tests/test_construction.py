@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from networks import Scaled
 from torch import nn
 
 from pyparallel.data_parallel import DataParallel
@@ -13,16 +14,6 @@ from pyparallel.devices import virtual_devices
 
 CPU = torch.device("cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without GPUs")
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x, scale=1.0):
-        return self.norm(self.linear(x)) * scale
 
 
 class Anything(nn.Module):
@@ -78,7 +69,7 @@ def test_the_signature_begins_with_torchs():
 
 @pytest.mark.behaviour(1)
 def test_the_class_can_be_subscripted():
-    model: DataParallel[Net] = DataParallel[Net](Net(), virtual_devices(2))
+    model: DataParallel[Scaled] = DataParallel[Scaled](Scaled(), virtual_devices(2))
     assert type(model) is DataParallel
 
 
@@ -141,11 +132,11 @@ def test_an_empty_list_passes_through_where_there_are_gpus(gpus, output_device):
 
 @pytest.mark.behaviour(8)
 def test_the_cpu_is_a_virtual_device_but_not_beside_gpus(gpus):
-    assert DataParallel(Net(), ["cpu", CPU]).device_ids == [0, 1]
+    assert DataParallel(Scaled(), ["cpu", CPU]).device_ids == [0, 1]
     with pytest.raises(ValueError, match="either GPUs or virtual devices.*cuda:0, cpu:1"):
-        DataParallel(Net(), [0, "cpu:1"])
+        DataParallel(Scaled(), [0, "cpu:1"])
     with pytest.raises(ValueError, match="Expected a non cpu device, but got: cpu"):
-        nn.DataParallel(Net(), ["cpu", CPU])
+        nn.DataParallel(Scaled(), ["cpu", CPU])
 
 
 @pytest.mark.behaviour(9, 131)
@@ -201,7 +192,7 @@ def test_repr_is_torchs():
     ],
 )
 def test_attributes_with_virtual_devices(device_ids, indices):
-    net = Net()
+    net = Scaled()
     model = DataParallel(net, device_ids, dim=1)
     assert model.module is net
     assert model.device_ids == indices and all(type(i) is int for i in model.device_ids)
@@ -213,15 +204,15 @@ def test_attributes_with_virtual_devices(device_ids, indices):
 
 @pytest.mark.behaviour(5)
 def test_ints_and_none_are_virtual_devices_if_the_environment_says_so(four_virtual_devices):
-    assert DataParallel(Net()).device_ids == [0, 1, 2, 3]
-    model = DataParallel(Net().eval(), device_ids=[2, 1], output_device=1)
+    assert DataParallel(Scaled()).device_ids == [0, 1, 2, 3]
+    model = DataParallel(Scaled().eval(), device_ids=[2, 1], output_device=1)
     assert (model.device_ids, model.output_device) == ([2, 1], 1)
     assert model(torch.ones(4, 3)).shape == (4, 2)
 
 
 def test_ints_keep_their_meaning_when_the_environment_changes(monkeypatch):
     monkeypatch.setenv("PYPARALLEL_VIRTUAL_DEVICES", "2")
-    model = DataParallel(Net())
+    model = DataParallel(Scaled())
     monkeypatch.delenv("PYPARALLEL_VIRTUAL_DEVICES")
     assert model(torch.ones(4, 3)).shape == (4, 2)
 
@@ -232,7 +223,7 @@ def test_ints_keep_their_meaning_when_the_environment_changes(monkeypatch):
     [("cpu:1", 1), (torch.device("cpu", 1), 1), (1, 1), ("cpu", 0), (CPU, 0), (None, 0)],
 )
 def test_output_device(four_virtual_devices, output_device, expected):
-    model = DataParallel(Net().eval(), output_device=output_device)
+    model = DataParallel(Scaled().eval(), output_device=output_device)
     assert model.output_device == expected
     assert model(torch.ones(4, 3)).shape == (4, 2)
 
@@ -269,10 +260,10 @@ def test_without_devices_the_module_runs_as_it_is(device_ids):
 @no_gpu
 def test_bad_devices_are_refused(four_virtual_devices):
     with pytest.raises(ValueError, match="4 is not there"):
-        DataParallel(Net(), [4])
+        DataParallel(Scaled(), [4])
     with pytest.raises(ValueError, match="0 is not there"):
-        DataParallel(Net(), ["cpu:0", "cuda:0"])
+        DataParallel(Scaled(), ["cpu:0", "cuda:0"])
     with pytest.raises(RuntimeError, match="non-negative device index, but got -3"):
-        DataParallel(Net(), [0, -3])
+        DataParallel(Scaled(), [0, -3])
     with pytest.raises(ValueError, match="but got: mps"):
-        DataParallel(Net(), ["mps:0"])
+        DataParallel(Scaled(), ["mps:0"])

@@ -6,22 +6,13 @@ import warnings
 
 import pytest
 import torch
+from networks import Scaled
 from notes import notes_of
 from torch import nn
 from torch.profiler import profile
 
 from pyparallel.data_parallel import DataParallel
 from pyparallel.devices import virtual_devices
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x, scale=1.0):
-        return self.norm(self.linear(x)) * scale
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +28,7 @@ def by_chunks(net, x, n, **kwargs):
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_outputs_are_those_of_the_chunks(n, batch):
-    net = Net().eval()
+    net = Scaled().eval()
     x = torch.randn(batch, 3)
     model = DataParallel(net, virtual_devices(n))
     torch.testing.assert_close(model(x, scale=2.0), by_chunks(net, x, n, scale=2.0))
@@ -49,7 +40,7 @@ def test_outputs_are_those_of_the_chunks(n, batch):
 
 
 def test_training_after_an_inference_forward():
-    model = DataParallel(Net(), virtual_devices(2))
+    model = DataParallel(Scaled(), virtual_devices(2))
     with torch.inference_mode():
         model(torch.randn(4, 3))
     model(torch.randn(4, 3)).sum().backward()
@@ -117,7 +108,7 @@ def test_a_module_elsewhere_is_refused_in_torchs_words():
 
 @pytest.mark.behaviour(62, 156)
 def test_statistics_of_batch_norm_are_those_of_the_first_chunk():
-    net, reference = Net(), Net()
+    net, reference = Scaled(), Scaled()
     reference.load_state_dict(net.state_dict())
     x = torch.randn(8, 3)
     DataParallel(net, virtual_devices(2))(x)
@@ -147,7 +138,7 @@ def test_what_forward_changes_is_forgotten_but_lists_are_shared():
 
 @pytest.mark.behaviour(174, 175)
 def test_every_change_of_the_module_is_seen_by_the_next_forward():
-    net = Net().eval()
+    net = Scaled().eval()
     model = DataParallel(net, virtual_devices(2))
     x = torch.randn(4, 3)
 
@@ -234,7 +225,7 @@ def test_without_gradients_the_first_rank_has_the_parameters_themselves():
 @pytest.mark.behaviour(25)
 def test_hooks_of_the_wrapper_see_the_whole_batch():
     seen = []
-    model = DataParallel(Net(), virtual_devices(2))
+    model = DataParallel(Scaled(), virtual_devices(2))
     model.register_forward_hook(lambda m, args, out: seen.append((len(args[0]), len(out))))
     model(torch.randn(4, 3))
     assert seen == [(4, 4)]
@@ -261,14 +252,14 @@ def test_wrappers_nest():
 
 @pytest.mark.behaviour(16)
 def test_the_profiler_names_the_forward():
-    model = DataParallel(Net(), virtual_devices(2))
+    model = DataParallel(Scaled(), virtual_devices(2))
     with profile() as profiler:
         model(torch.randn(4, 3))
     assert "DataParallel.forward" in {event.key for event in profiler.key_averages()}
 
 
 def test_no_reference_cycles():
-    model = DataParallel(Net(), virtual_devices(3))
+    model = DataParallel(Scaled(), virtual_devices(3))
     while gc.collect():  # what torch.compile left in other tests takes several rounds
         pass
     gc.disable()
@@ -284,7 +275,7 @@ def test_no_reference_cycles():
     "pytorch#69200", "pytorch#12277", "pytorch#4391", "pytorch-scripts#19", "SelfPAB#1"
 )
 def test_nothing_warns():
-    model = DataParallel(Net(), virtual_devices(2))
+    model = DataParallel(Scaled(), virtual_devices(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(4, 3)).sum().backward()

@@ -6,20 +6,11 @@ import pickle
 
 import pytest
 import torch
+from networks import Scaled
 from torch import nn
 
 from pyparallel.data_parallel import DataParallel
 from pyparallel.devices import virtual_devices
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x, scale=1.0):
-        return self.norm(self.linear(x)) * scale
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +42,7 @@ def test_subclasses_override_the_four_steps():
             log.append(("gather", output_device))
             return super().gather(outputs, output_device)
 
-    net = Net().eval()
+    net = Scaled().eval()
     x = torch.randn(5, 3)
     out = Logged(net, virtual_devices(4))(x)
     assert out.shape == (5, 2)
@@ -101,7 +92,7 @@ def test_cooperative_inheritance():
     class Both(Framework, DataParallel):
         pass
 
-    model = Both(Net(), virtual_devices(2))
+    model = Both(Scaled(), virtual_devices(2))
     assert model.extra and model.device_ids == [0, 1]
     assert model(torch.randn(4, 3)).shape == (4, 2)
 
@@ -111,10 +102,10 @@ def test_cooperative_inheritance():
 
 @pytest.mark.behaviour(169)
 def test_state_dict_has_torchs_keys():
-    net = Net()
+    net = Scaled()
     model = DataParallel(net, virtual_devices(2))
     assert list(model.state_dict()) == ["module." + key for key in net.state_dict()]
-    other = DataParallel(Net(), virtual_devices(2))
+    other = DataParallel(Scaled(), virtual_devices(2))
     other.load_state_dict(model.state_dict())
     assert torch.equal(other.module.linear.weight, net.linear.weight)
 
@@ -125,7 +116,7 @@ def test_state_dict_has_torchs_keys():
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), "torch.save"],
 )
 def test_copies_work(duplicate):
-    model = DataParallel(Net().eval(), virtual_devices(2))
+    model = DataParallel(Scaled().eval(), virtual_devices(2))
     if duplicate == "torch.save":
         buffer = io.BytesIO()
         torch.save(model, buffer)

@@ -23,11 +23,6 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def wrap(make_devices):
-    return lambda net, n=N, **options: DataParallel(net, make_devices(n), **options)
-
-
 # Every change is seen.
 
 

@@ -6,17 +6,10 @@ import torch.nn.functional as F
 from engine_nets import N, Net, nbytes
 from torch import nn
 
-from pyparallel.data_parallel import DataParallel
-
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def wrap(make_devices):
-    return lambda net, n=N, **options: DataParallel(net, make_devices(n), **options)
 
 
 @pytest.mark.behaviour(179)

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from notes import HAVE_NOTES, notes_of
+from one_device import check_as_one_device
 from torch import nn
 
 import pyparallel
@@ -127,18 +128,7 @@ def make_input():
 
 
 def check(model):
-    """Compares outputs and gradients with the bare module's, with and without gradients."""
-    net = model.module.eval()
-    x = make_input()
-    grads = []
-    for module in (model, net):
-        net.zero_grad()
-        module(x).pow(2).sum().backward()
-        grads.append([p.grad for p in net.parameters()])
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), net(x))
-    net.train()
+    check_as_one_device(model, make_input())
 
 
 @pytest.fixture(params=["sequential", "threads"])

@@ -12,6 +12,8 @@ from pyparallel.devices import resolve_devices
 from pyparallel.functions import Broadcast, Gather, ReduceAdd, Scatter
 from pyparallel.gradient_bucket import GradientBucket
 
+pytestmark = pytest.mark.usefixtures("on_the_first_device")
+
 DTYPES = [torch.float64, torch.complex128]
 
 
@@ -22,14 +24,6 @@ def communicator(make_devices):
 
 def leaf(*shape, dtype=torch.float64):
     return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-
-@pytest.fixture(autouse=True)
-def _on_the_first_device(make_devices):
-    """Seeds, and makes tensors on the device of rank 0."""
-    torch.manual_seed(0)
-    with resolve_devices(make_devices(1))[0].torch_device:
-        yield
 
 
 def check(function, inputs):

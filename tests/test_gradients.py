@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import TwoLayers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pyparallel import bucket
 from pyparallel.data_parallel import DataParallel
-from pyparallel.devices import resolve_devices
+
+pytestmark = pytest.mark.usefixtures("on_the_first_device")
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
@@ -56,14 +58,6 @@ def tensors_of(module):
     return dict([*module.named_parameters(), ("gain", module.gain)])
 
 
-@pytest.fixture(autouse=True)
-def _on_the_first_device(make_devices):
-    """Seeds, and makes tensors on the device of rank 0."""
-    torch.manual_seed(0)
-    with resolve_devices(make_devices(1))[0].torch_device:
-        yield
-
-
 @pytest.fixture(params=["one bucket", "many buckets"])
 def _buckets(request, monkeypatch):
     if request.param == "many buckets":
@@ -104,20 +98,10 @@ def test_gradients_equal_one_devices_of_the_same_chunks(n, dtype, make_devices):
     assert net.unused.weight.grad is None and net.frozen.weight.grad is None
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
 @pytest.fixture
 def small(make_devices):
     """A net that treats each sample alone, the wrapper of its copy, and an input."""
-    net = Small().double()
+    net = TwoLayers().double()
     return net, DataParallel(copy.deepcopy(net), make_devices(3)), torch.randn(7, 3).double()
 
 
@@ -222,7 +206,7 @@ def test_parameters_that_are_frozen_and_thawed(small):
 
 
 def test_a_module_that_only_some_ranks_use(make_devices):
-    class Sometimes(Small):
+    class Sometimes(TwoLayers):
         def forward(self, x):
             if (x > 100).any():
                 return self.second(x.new_ones(len(x), 4))
@@ -290,7 +274,7 @@ def test_channels_last(make_devices):
 @pytest.mark.behaviour(164)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_around_and_inside(small, use_reentrant, make_devices):
-    class Inside(Small):
+    class Inside(TwoLayers):
         def forward(self, x):
             hidden = checkpoint(self.first, x, use_reentrant=use_reentrant)
             return self.second(torch.tanh(hidden))

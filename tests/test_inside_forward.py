@@ -10,7 +10,8 @@ from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 
 from pyparallel import DataParallel
-from pyparallel.devices import resolve_devices
+
+pytestmark = pytest.mark.usefixtures("on_the_first_device")
 
 N = 3
 
@@ -25,13 +26,6 @@ class Body(nn.Module):
 
     def forward(self, x):
         return self.body[0](self, x)
-
-
-@pytest.fixture(autouse=True)
-def _on_the_first_device(make_devices):
-    torch.manual_seed(0)
-    with resolve_devices(make_devices(1))[0].torch_device:
-        yield
 
 
 @pytest.fixture
@@ -331,35 +325,6 @@ def test_backward_in_forward_without_gradients_outside(wrap):
 
     with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
         wrap(Body(body))(torch.ones(N, 2))
-
-
-@pytest.mark.behaviour(82)
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_modules_may_flatten_their_weights(kind, grad, wrap):
-    """On GPUs that moves them to other memory."""
-
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = kind(2, 3, num_layers=2, batch_first=True)
-
-        def forward(self, x):
-            self.rnn.flatten_parameters()
-            return self.rnn(x)[0]
-
-    module, x = Flat(), torch.randn(2 * N, 4, 2)
-    model = wrap(copy.deepcopy(module))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, model)]
-    with torch.set_grad_enabled(grad):
-        for _ in range(3):
-            expected, y = module(x), model(x)
-            torch.testing.assert_close(y, expected)
-            for out, optimizer in zip((expected, y), optimizers, strict=True):
-                if grad:
-                    optimizer.zero_grad()
-                    out.pow(2).sum().backward()
-                    optimizer.step()
 
 
 @pytest.mark.behaviour(87)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from one_device import check_as_one_device
 from torch import nn
 
 import pyparallel
@@ -60,19 +61,9 @@ class Interrupt:
 
 
 def check(model):
-    net = model.module.eval()
-    x = torch.randn(8, 4)
-    grads = []
-    for module in (model, net):
-        net.zero_grad()
-        module(x).pow(2).sum().backward()
-        grads.append([p.grad for p in net.parameters()])
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), net(x))
+    check_as_one_device(model, torch.randn(8, 4))
     assert torch.is_grad_enabled()
     assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
-    net.train()
 
 
 def unchanged(model):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from networks import Recording
 from torch import nn
 
 pytest.importorskip("accelerate")
@@ -13,20 +14,6 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import extract_model_from_parallel
 
 import pyparallel
-
-
-class Net(nn.Module):
-    seen: list = []  # noqa: RUF012
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.seen.append(y.dtype)
-        return y
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +26,7 @@ def _fresh_state():
 
 @pytest.fixture
 def model():
-    return pyparallel.DataParallel(Net(), pyparallel.virtual_devices(2))
+    return pyparallel.DataParallel(Recording(), pyparallel.virtual_devices(2))
 
 
 def test_the_model_is_found_in_its_wrappers(model):
@@ -54,7 +41,7 @@ def test_the_model_is_found_in_its_wrappers(model):
 
 
 def test_the_model_is_found_while_patched(model):
-    before = nn.DataParallel(Net())
+    before = nn.DataParallel(Recording())
     with pyparallel.patched():
         assert extract_model_from_parallel(model) is model.module
         assert extract_model_from_parallel(before) is before.module
@@ -69,14 +56,14 @@ def test_prepare_trains_as_on_one_device(precision, model, recipe, tmp_path):
         accelerator = Accelerator(cpu=True, mixed_precision=precision)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         prepared, optimizer = accelerator.prepare(network, optimizer)
-        Net.seen.clear()
+        Recording.seen.clear()
         for _ in range(3):
             with accelerator.accumulate(prepared):
                 accelerator.backward(prepared(x).square().mean())
                 accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert set(Net.seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
+        assert set(Recording.seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
         weights.append(accelerator.unwrap_model(prepared).linear.weight.detach())
     tolerance = 1e-6 if precision == "no" else 0.01
     torch.testing.assert_close(weights[1], weights[0], rtol=tolerance, atol=tolerance)
@@ -102,7 +89,7 @@ def test_checkpoints_have_no_prefix(model, tmp_path):
 
 def test_the_recipe(recipe):
     x = torch.ones(4, 3)
-    names = recipe("accelerate", net=Net(), batches=[x, x], torch=torch)
+    names = recipe("accelerate", net=Recording(), batches=[x, x], torch=torch)
     assert PartialState._shared_state
     assert names["accelerator"].unwrap_model(names["model"]) is names["net"]
-    assert not torch.equal(names["net"].linear.weight, Net().linear.weight)
+    assert not torch.equal(names["net"].linear.weight, Recording().linear.weight)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from networks import Recording
 
 pytest.importorskip("lightning")
 
@@ -15,20 +15,6 @@ from lightning.fabric.strategies import DataParallelStrategy
 import pyparallel
 
 EXAMPLE = "04_fabric.py"
-
-
-class Net(nn.Module):
-    seen: list = []  # noqa: RUF012
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.seen.append(y.dtype)
-        return y
 
 
 @pytest.fixture
@@ -60,7 +46,7 @@ def train(fabric, net, steps=3, rows=5):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true", "bf16-true"])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_training_is_that_of_one_device(precision, devices, fabric_of):
-    net = Net()
+    net = Recording()
     reference = copy.deepcopy(net)
     model, _ = train(fabric_of(precision, devices), net)
     assert type(model._forward_module) is pyparallel.DataParallel
@@ -73,21 +59,21 @@ def test_training_is_that_of_one_device(precision, devices, fabric_of):
 
 
 def test_mixed_precision_reaches_the_replicas(fabric_of):
-    Net.seen.clear()
-    model, _ = train(fabric_of("bf16-mixed"), Net(), steps=1)
-    assert Net.seen == [torch.bfloat16] * 2
+    Recording.seen.clear()
+    model, _ = train(fabric_of("bf16-mixed"), Recording(), steps=1)
+    assert Recording.seen == [torch.bfloat16] * 2
     assert model.linear.weight.dtype == torch.float32
 
 
 def test_checkpoints_have_no_prefix_and_load_anywhere(fabric_of, tmp_path):
     fabric = fabric_of()
-    model, optimizer = train(fabric, Net())
+    model, optimizer = train(fabric, Recording())
     fabric.save(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     assert list(saved["model"]) == ["linear.weight", "linear.bias"]
 
     for other in (fabric_of(), Fabric(accelerator="cpu", devices=1)):
-        fresh, its_optimizer = train(other, Net(), steps=0)
+        fresh, its_optimizer = train(other, Recording(), steps=0)
         other.load(tmp_path / "saved.pt", {"model": fresh, "optimizer": its_optimizer})
         assert torch.equal(fresh.linear.weight, model.linear.weight)
         assert its_optimizer.state_dict()["state"][0]["step"] == 3
@@ -97,7 +83,7 @@ def test_other_calls(fabric_of):
     fabric = fabric_of()
     assert (fabric.world_size, fabric.is_global_zero) == (1, True)
     assert fabric.all_reduce(torch.tensor([1.0, 3.0])) == 2.0
-    model, optimizer = train(fabric, Net(), steps=1)
+    model, optimizer = train(fabric, Recording(), steps=1)
     fabric.clip_gradients(model, optimizer, max_norm=0.5)
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     assert norm == pytest.approx(0.5, rel=1e-4)
@@ -107,13 +93,13 @@ def test_other_calls(fabric_of):
 
 def test_gradients_accumulate_without_sums_in_between(fabric_of):
     x = torch.linspace(-1, 1, 12).view(4, 3)
-    reference = Net()
+    reference = Recording()
     (reference(x).sum() + reference(2 * x).sum()).backward()
     fabric = fabric_of()
-    model, _ = train(fabric, Net(), steps=0)
+    model, _ = train(fabric, Recording(), steps=0)
     with fabric.no_backward_sync(model):
         fabric.backward(model(x).sum())
-    first_device_alone = Net()
+    first_device_alone = Recording()
     first_device_alone(x[:2]).sum().backward()
     torch.testing.assert_close(model.linear.weight.grad, first_device_alone.linear.weight.grad)
     with fabric.no_backward_sync(model, enabled=False):
@@ -125,7 +111,7 @@ def test_fabrics_own_strategy_while_patched():
     fabric = Fabric(accelerator="cpu", devices=2, strategy=DataParallelStrategy())
     fabric.launch()
     with pyparallel.patched():
-        model, _ = train(fabric, Net(), steps=1)
+        model, _ = train(fabric, Recording(), steps=1)
     assert type(model._forward_module) is pyparallel.DataParallel
     assert model._forward_module.device_ids == [0, 1]
     assert list(fabric.strategy.get_module_state_dict(model._forward_module)) == [

@@ -8,9 +8,7 @@ import copy
 
 import pytest
 import torch
-from nets import N, Net
-
-from pyparallel.data_parallel import DataParallel
+from networks import TwoLayers
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +17,7 @@ def _seed():
 
 
 @pytest.fixture
-def wrap(make_devices):
-    return lambda net, n=N, **options: DataParallel(net, make_devices(n), **options)
-
-
-@pytest.fixture
 def pair(wrap):
     """A net, the wrapper of a copy of it, and an input."""
-    net = Net().double()
+    net = TwoLayers().double()
     return net, wrap(copy.deepcopy(net)), torch.randn(7, 3, dtype=torch.float64)

@@ -1,19 +1,8 @@
-"""The net of most tests of traps, and comparisons."""
+"""What the tests of traps have in common."""
 
 import torch
-from torch import nn
 
 N = 3  # ranks
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
 
 
 def close(a, b):

@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from nets import N, Net, close, compare_grads, other_data
+from nets import N, close, compare_grads, other_data
+from networks import TwoLayers
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 # A7: a replica that somebody may still run is not used by another forward.
 
 
-class Checkpointed(Net):
+class Checkpointed(TwoLayers):
     def __init__(self, use_reentrant):
         super().__init__()
         self.use_reentrant = use_reentrant
@@ -51,7 +52,7 @@ def test_a7_checkpoints_inside_recompute_on_their_own_replicas(between, use_reen
 
 
 def test_a7_a_checkpoint_finds_what_forward_wrote(wrap):
-    class Writes(Net):
+    class Writes(TwoLayers):
         def forward(self, x):
             self.first.scale = x.abs().max()
             return self.second(checkpoint(self.scaled, x, use_reentrant=False))
@@ -74,7 +75,7 @@ def test_a7_a_checkpoint_finds_what_forward_wrote(wrap):
 def test_a7_threads_do_not_share_replicas(wrap):
     barrier = threading.Barrier(2)
 
-    class Slow(Net):
+    class Slow(TwoLayers):
         def forward(self, x):
             self.offset = x.flatten()[0]
             barrier.wait(10)
@@ -98,7 +99,7 @@ def test_a7_a_replica_that_runs_keeps_its_weights(wrap, monkeypatch):
     monkeypatch.delenv("PYPARALLEL_CHECK_DEVICES", raising=False)  # it holds the weights, too
     entered, go_on = threading.Event(), threading.Event()
 
-    class Waits(Net):
+    class Waits(TwoLayers):
         def forward(self, x):
             if x[0, 0] == 7:
                 entered.set()
@@ -117,7 +118,7 @@ def test_a7_a_replica_that_runs_keeps_its_weights(wrap, monkeypatch):
 
     with torch.no_grad():
         model(x + 1)
-        expected = Net.forward(net, x[2:])
+        expected = TwoLayers.forward(net, x[2:])
         thread = threading.Thread(target=run)
         thread.start()
         assert entered.wait(10)
@@ -148,7 +149,7 @@ def test_a8_a_counter_starts_again(wrap):
 
 
 def test_a8_nothing_that_forward_writes_survives(wrap):
-    class Messy(Net):
+    class Messy(TwoLayers):
         def __init__(self):
             super().__init__()
             self.n = 0
@@ -174,7 +175,7 @@ def test_a8_nothing_that_forward_writes_survives(wrap):
     net = Messy()
     model = wrap(net)
     x = torch.randn(6, 3)
-    expected = Net.forward(net, x)
+    expected = TwoLayers.forward(net, x)
     for _ in range(3):
         torch.testing.assert_close(model(x), expected)
         with torch.no_grad():
@@ -185,7 +186,7 @@ def test_a8_nothing_that_forward_writes_survives(wrap):
 def test_a8_activations_written_to_a_replica_are_freed(wrap):
     kept = []
 
-    class Keeps(Net):
+    class Keeps(TwoLayers):
         def forward(self, x):
             self.kept = super().forward(x)
             kept.append(weakref.ref(self.kept))
@@ -201,7 +202,7 @@ def test_a8_activations_written_to_a_replica_are_freed(wrap):
 def test_a8_references_that_forward_made_do_not_hold_the_replicas(wrap):
     seen = set()
 
-    class Points(Net):
+    class Points(TwoLayers):
         def forward(self, x):
             seen.add(id(self))
             self.last, self.both = self.first, [self.first, self.second]
