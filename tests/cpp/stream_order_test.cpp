@@ -2,6 +2,7 @@
 // runs nothing.
 #include <algorithm>
 #include <deque>
+#include <utility>
 
 // First, because the files under test call the functions that it defines.
 #include "backend/cuda/cuda_check.h"
@@ -66,6 +67,19 @@ Work launch_everywhere(const StreamOrder& order, Work& before) {
   return launched;
 }
 
+// Begins a group and launches two steps of it, the first one after what callers queue. Returns
+// their work; `before` is what comes before the second.
+std::pair<Work, Work> begin_two_steps(StreamOrder& order, Callers& callers, Work& before) {
+  const Work inputs = callers.launch(before);
+  order.begin(callers.handles);
+  const Work first = launch_everywhere(order, before);
+  EXPECT(includes(before, inputs), "ranks ", callers.handles.size());
+  order.barrier();
+  const Work second = launch_everywhere(order, before);
+  EXPECT(includes(before, first), "ranks ", callers.handles.size());
+  return {first, second};
+}
+
 TEST(groups_run_after_all_callers_and_before_what_callers_queue_next) {
   for (const std::vector<int>& devices : kLayouts) {
     for (const bool legacy : {false, true}) {
@@ -74,13 +88,7 @@ TEST(groups_run_after_all_callers_and_before_what_callers_queue_next) {
       const int nevents = fake::nevents;
       for (int group = 0; group < 5; ++group) {
         Work before;
-        const Work inputs = callers.launch(before);
-        order.begin(callers.handles);
-        const Work first = launch_everywhere(order, before);
-        EXPECT(includes(before, inputs), "ranks ", devices.size());
-        order.barrier();
-        const Work second = launch_everywhere(order, before);
-        EXPECT(includes(before, first), "ranks ", devices.size());
+        const auto [first, second] = begin_two_steps(order, callers, before);
         order.barrier();
         const Work third = launch_everywhere(order, before);
         EXPECT(includes(before, second), "ranks ", devices.size());
@@ -151,13 +159,7 @@ TEST(groups_can_be_captured) {
     const int ngroups = devices.size() == 1 ? 70 : 3;  // also more than may be outstanding
     for (int group = 0; group < ngroups; ++group) {
       Work before;
-      const Work inputs = callers.launch(before);
-      order.begin(callers.handles);
-      const Work first = launch_everywhere(order, before);
-      EXPECT(includes(before, inputs), "ranks ", devices.size());
-      order.barrier();
-      const Work second = launch_everywhere(order, before);
-      EXPECT(includes(before, first), "ranks ", devices.size());
+      const auto [first, second] = begin_two_steps(order, callers, before);
       order.end(callers.handles);
       callers.launch(before);
       EXPECT(includes(before, second), "ranks ", devices.size());
